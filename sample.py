@@ -1,0 +1,152 @@
+"""Sample from a trained model: stream its text, or --explain how it came to every token."""
+
+import argparse
+import codecs
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from unicodedata import east_asian_width
+
+SIGNS = {i: 0x2400 + i for i in range(32)} | {ord(" "): "␣", ord("\n"): "↵"}
+IDS = "this checkpoint has no tokenizer of this project, so prompt and text are token ids"
+LEGEND = "P: calibrated, at temperature 1; the most probable buckets, with * at the token's own\n"
+
+
+def parse_arguments(argv):
+    """The command line. A mistake that shows without the checkpoint ends the program here."""
+    parser = argparse.ArgumentParser("sample.py", argparse.SUPPRESS, __doc__, allow_abbrev=False)
+    add, cores = parser.add_argument, range(1, (os.cpu_count() or 1) + 1)
+    newest = max(Path("runs").glob("*/last"), key=os.path.getmtime, default=None)
+    add("--checkpoint", default=newest and newest.parent, help="default: the newest under runs/")
+    add("--revision", help="branch, tag or commit of a Hugging Face hub checkpoint")
+    add("--prompt", help="text to continue (default: a newline); - reads standard input")
+    add("--num_samples", type=int, default=1, help="sample i uses seed + i (default 1)")
+    add("--max_new_tokens", type=int, default=200, help="tokens in a sample (default 200)")
+    add("--seed", type=int, default=0, help="same seed, same machine, same text (default 0)")
+    add("--temperature", type=float, default=1.0, help="0 is greedy (default 1)")
+    add("--top_k", type=int, help="sample among the k most probable tokens (default: all)")
+    add("--top_p", type=float, help="sample among the fewest tokens of mass p (default: all)")
+    add("--stop_at_eot", action=argparse.BooleanOptionalAction, default=True, help="(default: on)")
+    add("--explain", action="store_true", help="print how each token was predicted, not the text")
+    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="default: auto")
+    add("--threads", type=int, choices=cores, metavar="N", help="CPU threads")
+    args = parser.parse_args(argv)
+    for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("seed", 0)):
+        if not least <= getattr(args, name) < 2**62:
+            parser.error(f"--{name} must be from {least} to {2**62 - 1}, not {getattr(args, name)}")
+    if args.checkpoint is None:
+        parser.error("there is no checkpoint under runs/ yet: run `python train.py` first")
+    return args
+
+
+def load_checkpoint(args):
+    """(model, tokenizer or None); args.checkpoint and args.device become what was found."""
+    import torch  # imported here, like mhf, so that --help answers at once
+
+    import mhf
+
+    mps = torch.backends.mps.is_available()
+    best = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    if args.device not in ("auto", "cpu", best):
+        raise ValueError(f"--device {args.device}: PyTorch finds none here; use --device {best}")
+    args.device = best if args.device == "auto" else args.device
+    torch.set_num_threads(args.threads or torch.get_num_threads())
+    with contextlib.redirect_stdout(sys.stderr):  # standard output is for the text alone
+        args.checkpoint = mhf.find_checkpoint(args.checkpoint, args.revision)
+        model = mhf.load(args.checkpoint).to(args.device)
+    ours = (args.checkpoint / "tokenizer.tiktoken").is_file()
+    return model, mhf.Tokenizer.load(args.checkpoint) if ours else None
+
+
+def encode_prompt(prompt, tokenizer):
+    """(text, token ids) of a prompt, which "-" takes from standard input."""
+    raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
+    try:
+        text = raw.decode("utf-8")
+        return text, tokenizer.encode(text) if tokenizer else [int(word) for word in text.split()]
+    except ValueError as error:
+        raise ValueError(f"{'prompts are UTF-8 text' if tokenizer else IDS}: {error}") from None
+
+
+def visible(raw, limit):
+    """Token bytes as text of `limit` columns, with a sign for blanks and control characters."""
+    text = raw.decode("utf-8", errors="backslashreplace")
+    text = text.translate({ord(c): f"\\u{ord(c):04x}" for c in text if not c.isprintable()} | SIGNS)
+    while (over := sum(1 + (east_asian_width(c) in "WF") for c in text) - limit) > 0:
+        text = text[:-2] + "…"
+    return text + " " * -over
+
+
+def explain(model, context, token, names):
+    """Lines (at most 100 columns) that say how `token` was predicted after `context`."""
+    found = model.explain(context, top_k=min(5, model.config.vocab_size))
+    ids = next(model.parameters()).new_tensor([context]).long()  # (1, T)
+    p = model.log_probs(ids)[0, -1].exp()  # (V,)
+    mass = f"  valid mass {found['valid_mass']:.4f}" if "valid_mass" in found else ""
+    yield f"{visible(names[token], 30)}  id {token:<8}  P {p[token]:.4f}{mass}"
+    for j, step in enumerate(found.get("functions", ())):
+        own = model.signatures.ids[token, j].item()
+        cells = [f"{b['bucket']:>12}{'* '[b['bucket'] != own]}{b['prob']:.4f}" for b in step["top"]]
+        yield f"  function {j:<2} id {own:<5}" + "".join(cells[:4])
+    others = [t["id"] for t in found["top_tokens"] if t["id"] != token][:4]
+    cells = [f" {visible(names[i], 12)} {p[i]:.4f}" for i in others]
+    yield "  runners-up        " + "".join(cells)
+
+
+def run(args):
+    """Print the samples; on standard error, first what was loaded and at last how fast it went."""
+    model, tokenizer = load_checkpoint(args)
+    eot = tokenizer.eot if tokenizer else model.config.pad_token_id
+    default = "\n" if tokenizer else f"{eot or 0}"
+    text, ids = encode_prompt(default if args.prompt is None else args.prompt, tokenizer)
+    window, V = model.config.max_position_embeddings, model.config.vocab_size
+    stop = {eot} if args.stop_at_eot else ()
+    settings = args.max_new_tokens, args.temperature, args.top_k, args.top_p, stop
+    model.generate(ids, *settings)  # raises its ValueErrors now, before the first line
+    size, tau = model.num_parameters()["total"], model.config.calibration
+    notes = [f"{args.checkpoint}: {size:,} parameters, calibration τ {tau:g}, {args.device}"]
+    notes += [] if tokenizer else [IDS]
+    if len(ids) > window:
+        kept = "the newest half of the context is kept"
+        notes.append(f"the prompt has {len(ids)} tokens, the context only {window}: {kept}")
+    print(*notes, sep="\n", file=sys.stderr)
+    known = map(tokenizer.token_bytes, range(V)) if tokenizer else (b" %d" % i for i in range(V))
+    names = [name or b"<%d>" % i for i, name in enumerate(known)]
+    start, count, opening = time.perf_counter(), 0, LEGEND if args.explain else text
+    for i in range(args.num_samples):
+        decoder, context = codecs.getincrementaldecoder("utf-8")("replace"), ids
+        print(("-" * 40 + "\n") * (i > 0) + opening, end="", flush=True)
+        for token in model.generate(ids, *settings, args.seed + i):
+            context = context if len(context) <= window else context[-max(1, window // 2) :]
+            if args.explain:
+                print(*explain(model, context, token, names), sep="\n", flush=True)
+            elif token not in stop:
+                print(decoder.decode(names[token]), end="", flush=True)
+            context, count = [*context, token], count + 1
+        print(decoder.decode(b"", final=True), flush=True)
+    print(f"{count} tokens, {count / (time.perf_counter() - start):.1f} tok/s", file=sys.stderr)
+
+
+def main(argv=None):
+    """Return the exit status: 0, 2 for a mistake in the call, 130 for Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):  # whatever the terminal says
+        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    try:
+        try:
+            run(parse_arguments(argv))
+        finally:
+            sys.stdout.flush()
+    except ValueError as error:
+        print(f"sample.py: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, `head` for example, has enough; nothing to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
