@@ -428,7 +428,7 @@ class Tokenizer:
         except Exception as error:
             raise ValueError(
                 f"tokenizer {name} could not be fetched ({type(error).__name__}): its first use "
-                "needs a network, or TIKTOKEN_CACHE_DIR naming a folder filled on a machine that has one"
+                "needs a network, or TIKTOKEN_CACHE_DIR naming a folder that was filled with one"
             ) from None
         return cls(name, enc._pat_str, enc._mergeable_ranks, enc._special_tokens)
 
@@ -504,7 +504,7 @@ class Tokenizer:
 
 
 class GatedEmbedding(nn.Module):
-    """x = W_s (Σ_j α_j e_j) + b_s; the gate is α = softmax over j of w2 · SiLU(W1 e_j + b1) + b2."""
+    """x = W_s (Σ_j α_j e_j) + b_s; the gate α is softmax over j of w2 · SiLU(W1 e_j + b1) + b2."""
 
     def __init__(self, config):
         super().__init__()
@@ -603,7 +603,7 @@ class Backbone(nn.Module):
         self.register_buffer("sin", angle.sin(), persistent=False)
 
     def forward(self, x, cache=None, return_layers=False):
-        """Inputs (N, T, D) -> states after the final norm (N, T, D) [, list of the layers' outputs]."""
+        """Inputs (N, T, D) -> states after the final norm (N, T, D) [, outputs of the layers]."""
         if x.shape[1] > self.window:
             raise ValueError(
                 f"{x.shape[1]} positions exceed max_position_embeddings {self.window}; give fewer"
@@ -702,7 +702,7 @@ class LanguageModel(nn.Module):
             (self.token_scores(h) / self.config.calibration).log_softmax(-1).topk(k)
             for h in self(ids).flatten(0, 1).split(chunk)
         ]
-        return tuple(torch.cat(part).view(*ids.shape, k) for part in zip(*parts, strict=True))
+        return tuple(torch.cat(part).view(*ids.shape, k) for part in zip(*parts))
 
     def generate(
         self, ids, max_new_tokens=100, temperature=1.0, top_k=None, top_p=None, stop=(), seed=None
@@ -1018,8 +1018,8 @@ def _explain(model, ids, position, top_k, force):
     """The dict of `explain`. Probabilities are natural, functions count from 0.
 
     tokens         of every input token: id, bytes, text, signature, gate, gate_scores
-    functions      of each: top buckets (bucket, prob, log_prob, num_tokens, best tokens), entropy_bits,
-                   soft_embedding_norm, forced; compatible: how many real tokens are in the top
+    functions      of each: top buckets (bucket, prob, log_prob, num_tokens, best tokens),
+                   entropy_bits, soft_embedding_norm, forced; compatible: how many real tokens are in the top
                    (or forced) bucket of this and all earlier functions; compatible_mass
     top_tokens     of the best: log_p of each function, score (their sum), joint_prob (its exp),
                    log_prob_paper (renormalised, τ = 1), log_prob (renormalised, calibrated)

