@@ -1019,8 +1019,9 @@ def _explain(model, ids, position, top_k, force):
 
     tokens         of every input token: id, bytes, text, signature, gate, gate_scores
     functions      of each: top buckets (bucket, prob, log_prob, num_tokens, best tokens),
-                   entropy_bits, soft_embedding_norm, forced; compatible: how many real tokens are in the top
-                   (or forced) bucket of this and all earlier functions; compatible_mass
+                   entropy_bits, soft_embedding_norm, forced; compatible: how many real tokens are
+                   in the top (or forced) bucket of this and all earlier functions; their
+                   compatible_mass
     top_tokens     of the best: log_p of each function, score (their sum), joint_prob (its exp),
                    log_prob_paper (renormalised, τ = 1), log_prob (renormalised, calibrated)
     valid_mass     probability on the signatures of real tokens

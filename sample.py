@@ -18,8 +18,12 @@ def parse_arguments(argv):
     """The command line. A mistake that shows without the checkpoint ends the program here."""
     parser = argparse.ArgumentParser("sample.py", argparse.SUPPRESS, __doc__, allow_abbrev=False)
     add, cores = parser.add_argument, range(1, (os.cpu_count() or 1) + 1)
-    newest = max(Path("runs").glob("*/last"), key=os.path.getmtime, default=None)
-    add("--checkpoint", default=newest and newest.parent, help="default: the newest under runs/")
+    last = max(Path("runs").glob("*/last"), key=os.path.getmtime, default=None)
+    add(
+        "--checkpoint",
+        default=last and last.parent,
+        help="folder, run or hub name (default: newest)",
+    )
     add("--revision", help="branch, tag or commit of a Hugging Face hub checkpoint")
     add("--prompt", help="text to continue (default: a newline); - reads standard input")
     add("--num_samples", type=int, default=1, help="sample i uses seed + i (default 1)")
@@ -28,7 +32,7 @@ def parse_arguments(argv):
     add("--temperature", type=float, default=1.0, help="0 is greedy (default 1)")
     add("--top_k", type=int, help="sample among the k most probable tokens (default: all)")
     add("--top_p", type=float, help="sample among the fewest tokens of mass p (default: all)")
-    add("--stop_at_eot", action=argparse.BooleanOptionalAction, default=True, help="(default: on)")
+    add("--stop_at_eot", action=argparse.BooleanOptionalAction, default=True, help="default: on")
     add("--explain", action="store_true", help="print how each token was predicted, not the text")
     add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="default: auto")
     add("--threads", type=int, choices=cores, metavar="N", help="CPU threads")
@@ -55,16 +59,15 @@ def load_checkpoint(args):
     torch.set_num_threads(args.threads or torch.get_num_threads())
     with contextlib.redirect_stdout(sys.stderr):  # standard output is for the text alone
         args.checkpoint = mhf.find_checkpoint(args.checkpoint, args.revision)
-        model = mhf.load(args.checkpoint).to(args.device)
+        model = mhf.load(args.checkpoint).to(args.device).requires_grad_(False)
     ours = (args.checkpoint / "tokenizer.tiktoken").is_file()
     return model, mhf.Tokenizer.load(args.checkpoint) if ours else None
 
 
 def encode_prompt(prompt, tokenizer):
     """(text, token ids) of a prompt, which "-" takes from standard input."""
-    raw = sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)
     try:
-        text = raw.decode("utf-8")
+        text = (sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)).decode("utf-8")
         return text, tokenizer.encode(text) if tokenizer else [int(word) for word in text.split()]
     except ValueError as error:
         raise ValueError(f"{'prompts are UTF-8 text' if tokenizer else IDS}: {error}") from None
@@ -98,16 +101,15 @@ def explain(model, context, token, names):
 def run(args):
     """Print the samples; on standard error, first what was loaded and at last how fast it went."""
     model, tokenizer = load_checkpoint(args)
-    eot = tokenizer.eot if tokenizer else model.config.pad_token_id
-    default = "\n" if tokenizer else f"{eot or 0}"
+    config, size = model.config, model.num_parameters()["total"]
+    default = "\n" if tokenizer else f"{config.pad_token_id or 0}"
     text, ids = encode_prompt(default if args.prompt is None else args.prompt, tokenizer)
-    window, V = model.config.max_position_embeddings, model.config.vocab_size
-    stop = {eot} if args.stop_at_eot else ()
+    window, V = config.max_position_embeddings, config.vocab_size
+    stop = {tokenizer.eot if tokenizer else config.pad_token_id} if args.stop_at_eot else ()
     settings = args.max_new_tokens, args.temperature, args.top_k, args.top_p, stop
     model.generate(ids, *settings)  # raises its ValueErrors now, before the first line
-    size, tau = model.num_parameters()["total"], model.config.calibration
-    notes = [f"{args.checkpoint}: {size:,} parameters, calibration τ {tau:g}, {args.device}"]
-    notes += [] if tokenizer else [IDS]
+    about = f"{size:,} parameters, calibration τ {config.calibration:g}, device {args.device}"
+    notes = [f"{args.checkpoint}: {about}"] + ([] if tokenizer else [IDS])
     if len(ids) > window:
         kept = "the newest half of the context is kept"
         notes.append(f"the prompt has {len(ids)} tokens, the context only {window}: {kept}")
