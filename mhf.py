@@ -59,14 +59,14 @@ class Config:
     """
 
     vocab_size: int = 8192  # V; a MultiHashFormer takes it from its signatures
-    hidden_size: int = 256  # D
-    num_hidden_layers: int = 6
-    num_attention_heads: int = 4  # A
-    num_key_value_heads: int = 2  # K
+    hidden_size: int = 128  # D
+    num_hidden_layers: int = 4
+    num_attention_heads: int = 2  # A
+    num_key_value_heads: int = 1  # K
     head_dim: int | None = None  # C; D / A if not given
-    intermediate_size: int = 768  # width of the feed-forward layer
+    intermediate_size: int = 384  # width of the feed-forward layer
     num_hashes: int = 4  # H
-    num_buckets: int = 1024  # B
+    num_buckets: int = 2048  # B
     num_lsh: int = 0  # how many of the H functions are locality-sensitive
     bottle_neck_dim: int = 64  # Z
     max_position_embeddings: int = 256  # longest context, and the length of a training sequence
@@ -87,9 +87,12 @@ class Config:
         lowest = {"num_buckets": 2, "num_lsh": 0, "pad_token_id": 0, "head_dim": 2}
         for f in fields(self):
             value, low = getattr(self, f.name), lowest.get(f.name, 1)
-            whole = isinstance(value, int) and value >= low
+            whole = type(value) is int and value >= low
             if f.type in (int, int | None) and value is not None and not whole:
                 raise ValueError(f"{f.name} must be a whole number ≥ {low}, not {value!r}")
+            positive = isinstance(value, (int, float)) and 0 < value < float("inf")
+            if f.type in (float, float | None) and value is not None and not positive:
+                raise ValueError(f"{f.name} must be a positive number, not {value!r}")
         D, A, K = self.hidden_size, self.num_attention_heads, self.num_key_value_heads
         if self.head_dim is None and D % A:
             raise ValueError(f"hidden_size {D} does not divide by num_attention_heads {A}")
@@ -100,8 +103,6 @@ class Config:
             raise ValueError(f"num_attention_heads {A} does not divide by num_key_value_heads {K}")
         if self.num_lsh > self.num_hashes:
             raise ValueError(f"num_lsh {self.num_lsh} exceeds num_hashes {self.num_hashes}")
-        if not self.calibration > 0:
-            raise ValueError(f"calibration must be positive, not {self.calibration}")
         names = {"model": ("mhf", "standard"), "adapter_init": ("normal", "identity")}
         for name, allowed in (names | {"objective": OBJECTIVES}).items():
             if (value := getattr(self, name)) not in allowed:
@@ -143,6 +144,8 @@ class Config:
             given = json.loads(text if text.lstrip().startswith("{") else _read_text(Path(text)))
         except json.JSONDecodeError as error:
             raise ValueError(f"config.json is not valid JSON: {error}") from None
+        if not isinstance(given, dict):
+            raise ValueError(f"config.json must be a JSON object, not {given!r}")
         rope = given.pop("rope_parameters", None) or given.get("rope_scaling") or {}
         found = given | {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
         for name, only in SUPPORTED.items():
@@ -244,18 +247,19 @@ class SignatureTable:
             raise
 
     def _register(self, token_id, token, is_pad, local):
+        if token is not None and not isinstance(token, bytes):
+            raise ValueError(f"token {token_id} is {token!r}; tokens are bytes")
+        if token in self._known:
+            raise ValueError(f"token {token!r} is there twice, as {self._known[token]}, {token_id}")
         signature = [0] * self.num_hashes
-        if token is not None:
-            if not isinstance(token, bytes):
-                raise ValueError(f"token {token_id} is {token!r}; tokens are bytes")
-            if token in self._known:
-                raise ValueError(f"token {token!r} is twice there, as {self._known[token]} too")
-            if is_pad:
-                self.pad_id = token_id
-            else:
-                signature = self._free_signature(token_id, token, local)
-            self._known[token] = token_id
+        if is_pad:
+            self.pad_id = token_id
+        elif token is not None:
+            signature = self._free_signature(token_id, token, local)
+        if is_pad or token is not None:
             self._owner.setdefault(_pack(signature), token_id)
+        if token is not None:
+            self._known[token] = token_id
         self.tokens.append(token)
         self._flat.extend(signature)
 
@@ -1117,24 +1121,25 @@ def _explain_cascade(model, h, top_k, force, result):
 # ---------------------------------------------------------------------------------------------
 
 _PAPER = dict(num_buckets=16384, vocab_size=32768, max_position_embeddings=2048)  # H4B16K
+_OURS = dict(adapter_init="identity", table_initializer_range=0.08, objective="joint")
 
 PRESETS = {  # tiny and small are ours; the paper's H3B10K is num_hashes 3, num_buckets 10624
-    "tiny": dict(num_hidden_layers=6),
+    "tiny": dict(num_hidden_layers=4, **_OURS),
     "small": dict(
-        num_hidden_layers=8, hidden_size=512, num_attention_heads=8, intermediate_size=1536,
-        num_buckets=2048, max_position_embeddings=512,
+        num_hidden_layers=8, hidden_size=512, num_attention_heads=8, num_key_value_heads=2,
+        intermediate_size=1536, max_position_embeddings=512, **_OURS,
     ),
     "100m": dict(
-        num_hidden_layers=12, hidden_size=768, num_attention_heads=12, intermediate_size=2560,
-        **_PAPER,
+        num_hidden_layers=12, hidden_size=768, num_attention_heads=12, num_key_value_heads=2,
+        intermediate_size=2560, **_PAPER,
     ),
     "1b": dict(
         num_hidden_layers=20, hidden_size=2048, num_attention_heads=16, num_key_value_heads=8,
         intermediate_size=6144, **_PAPER,
     ),
     "3b": dict(
-        num_hidden_layers=36, hidden_size=2048, num_attention_heads=16, intermediate_size=11008,
-        **_PAPER,
+        num_hidden_layers=36, hidden_size=2048, num_attention_heads=16, num_key_value_heads=2,
+        intermediate_size=11008, **_PAPER,
     ),
 }  # fmt: skip
 
@@ -1183,10 +1188,10 @@ def _save(model, folder, dtype):
         replace(model.config, extra=model.config.extra | {"dtype": stored}).to_json(
             new / "config.json"
         )
-        tokens = model.signatures.tokens if hasattr(model, "signatures") else []
-        if any(tokens):  # a line each, in base64; "-" for ids without a token
-            lines = ("-" if t is None else base64.b64encode(t).decode() for t in tokens)
-            (new / "tokens.txt").write_text("\n".join(lines), encoding="utf-8", newline="\n")
+        table = getattr(model, "signatures", None)
+        if table and (table.locked or not table.from_checkpoint):  # whose tokens are known
+            lines = ["-" if t is None else base64.b64encode(t).decode() for t in table.tokens]
+            (new / "tokens.txt").write_text("\n".join([*lines, ""]), encoding="utf-8", newline="\n")
         save_torch_state_dict(tensors, new, metadata={"format": "pt"})
         names = sorted(file.name for file in new.iterdir())
         for name in names:
@@ -1202,7 +1207,9 @@ def find_checkpoint(name, revision=None):
     """The folder of a checkpoint: itself, the last one of a run, or the download of a hub id."""
     folder = Path(name)
     if (folder / "last").is_file():
-        folder = folder / _read_text(folder / "last").strip()
+        folder = folder / (_read_text(folder / "last").strip() or "?")
+        if not folder.is_dir():
+            raise ValueError(f"{name} names {folder} as its last checkpoint, which is not there")
     if folder.is_dir():
         return folder
     owner, _, repository = str(name).partition("/")
@@ -1244,29 +1251,36 @@ def _stored_signatures(config, ids, folder):
     """The table of a checkpoint. Its stored ids win over those that this code would make."""
     table = SignatureTable.from_ids(ids, config.pad_token_id, config.num_buckets)
     duplicates, file = table.stats()["duplicates"], folder / "tokens.txt"
-    if file.exists():
+    if not file.exists():
+        if duplicates:
+            print(f"{folder}: {duplicates} tokens share another's signature", file=sys.stderr)
+        return table
+    shared = table.allow_collisions or duplicates > 0
+    made = SignatureTable(config.num_hashes, config.num_buckets, config.num_lsh, shared)
+    try:
         lines = _read_text(file).splitlines()
-        tokens = [None if line == "-" else base64.b64decode(line) for line in lines]
-        shared = table.allow_collisions or duplicates > 0
-        made = SignatureTable(config.num_hashes, config.num_buckets, config.num_lsh, shared)
+        tokens = [None if line == "-" else base64.b64decode(line, validate=True) for line in lines]
         made.extend(tokens, config.pad_token_id)
-        if torch.equal(made.ids, ids):
-            return made
-        different = (
-            (made.ids != ids).any(-1).sum() if len(made) == len(ids) else "an unknown number"
-        )
-        table.tokens = tokens if len(made) == len(ids) else table.tokens
-        table.locked = f"{different} of {len(ids)} signatures differ from what this code makes"
-        print(f"{folder}: {table.locked}; the stored ones are used", file=sys.stderr)
-    elif duplicates:
-        print(
-            f"{folder}: {duplicates} tokens share another's signature, as stored", file=sys.stderr
-        )
+        different = int((made.ids != ids).any(-1).sum())
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(f"{file} does not belong to this checkpoint: {error}") from None
+    if not different:
+        return made
+    table.tokens = tokens
+    table.locked = f"{different} of {len(ids)} signatures differ from what this code makes"
+    print(f"{folder}: {table.locked}; the stored ones are used", file=sys.stderr)
     return table
 
 
 def _load(name, revision, cls=None):
     folder = find_checkpoint(name, revision)
+    try:
+        return _load_folder(folder, cls)
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(f"the files of {folder} contradict each other: {error!r}") from None
+
+
+def _load_folder(folder, cls):
     config = Config.from_json(folder / "config.json")
     own = {"mhf": MultiHashFormer, "standard": Transformer}[config.model]
     if cls not in (None, own):
@@ -1274,9 +1288,12 @@ def _load(name, revision, cls=None):
     tensors = _read_tensors(folder)
     if config.model == "standard":
         model = Transformer(config)
-    elif (ids := tensors.get("model.hash_map")) is None or ids.shape[1] != config.num_hashes:
-        raise ValueError(f"{folder}: there is no model.hash_map of {config.num_hashes} columns")
     else:
+        ids, H, B = tensors.get("model.hash_map"), config.num_hashes, config.num_buckets
+        if ids is None or ids.dim() != 2 or ids.shape[1] != H or ids.min() < 0 or ids.max() >= B:
+            raise ValueError(
+                f"{folder}: no model.hash_map of {H} columns with ids from 0 to {B - 1}"
+            )
         model = MultiHashFormer(config, _stored_signatures(config, ids.long(), folder))
     shape = {k: tuple(t.shape) for k, t in model.state_dict().items()}
     wrong = [f"{k} is missing" for k in sorted(shape.keys() - tensors.keys())]

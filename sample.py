@@ -2,7 +2,6 @@
 
 import argparse
 import codecs
-import contextlib
 import os
 import sys
 import time
@@ -19,11 +18,7 @@ def parse_arguments(argv):
     parser = argparse.ArgumentParser("sample.py", argparse.SUPPRESS, __doc__, allow_abbrev=False)
     add, cores = parser.add_argument, range(1, (os.cpu_count() or 1) + 1)
     last = max(Path("runs").glob("*/last"), key=os.path.getmtime, default=None)
-    add(
-        "--checkpoint",
-        default=last and last.parent,
-        help="folder, run or hub name (default: newest)",
-    )
+    add("--checkpoint", default=last and last.parent, help="folder or hub name (default: newest)")
     add("--revision", help="branch, tag or commit of a Hugging Face hub checkpoint")
     add("--prompt", help="text to continue (default: a newline); - reads standard input")
     add("--num_samples", type=int, default=1, help="sample i uses seed + i (default 1)")
@@ -42,6 +37,8 @@ def parse_arguments(argv):
             parser.error(f"--{name} must be from {least} to {2**62 - 1}, not {getattr(args, name)}")
     if args.checkpoint is None:
         parser.error("there is no checkpoint under runs/ yet: run `python train.py` first")
+    if args.revision and Path(args.checkpoint).exists():
+        parser.error(f"--revision {args.revision} goes with a hub name, not with a folder")
     return args
 
 
@@ -57,9 +54,8 @@ def load_checkpoint(args):
         raise ValueError(f"--device {args.device}: PyTorch finds none here; use --device {best}")
     args.device = best if args.device == "auto" else args.device
     torch.set_num_threads(args.threads or torch.get_num_threads())
-    with contextlib.redirect_stdout(sys.stderr):  # standard output is for the text alone
-        args.checkpoint = mhf.find_checkpoint(args.checkpoint, args.revision)
-        model = mhf.load(args.checkpoint).to(args.device).requires_grad_(False)
+    args.checkpoint = mhf.find_checkpoint(args.checkpoint, args.revision)
+    model = mhf.load(args.checkpoint).to(args.device).requires_grad_(False)
     ours = (args.checkpoint / "tokenizer.tiktoken").is_file()
     return model, mhf.Tokenizer.load(args.checkpoint) if ours else None
 
@@ -87,7 +83,7 @@ def explain(model, context, token, names):
     found = model.explain(context, top_k=min(5, model.config.vocab_size))
     ids = next(model.parameters()).new_tensor([context]).long()  # (1, T)
     p = model.log_probs(ids)[0, -1].exp()  # (V,)
-    mass = f"  valid mass {found['valid_mass']:.4f}" if "valid_mass" in found else ""
+    mass = f"  valid mass {found['valid_mass']:.3g}" if "valid_mass" in found else ""
     yield f"{visible(names[token], 30)}  id {token:<8}  P {p[token]:.4f}{mass}"
     for j, step in enumerate(found.get("functions", ())):
         own = model.signatures.ids[token, j].item()
@@ -133,13 +129,13 @@ def run(args):
 
 def main(argv=None):
     """Return the exit status: 0, 2 for a mistake in the call, 130 for Ctrl-C."""
-    for stream in (sys.stdout, sys.stderr):  # whatever the terminal says
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # whatever the terminal says
         stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         try:
             run(parse_arguments(argv))
         finally:
-            sys.stdout.flush()
+            print(end="", flush=True)
     except ValueError as error:
         print(f"sample.py: error: {error}", file=sys.stderr)
         return 2

@@ -103,7 +103,7 @@ FREE_ON_RESUME = {
 }
 
 TRAINING = {  # defaults by preset
-    "tiny": dict(steps=400, tokens_per_step=2048, learning_rate=2e-3, eval_every=100),
+    "tiny": dict(steps=500, tokens_per_step=2048, learning_rate=2e-3, eval_every=125),
     "small": dict(steps=2000, tokens_per_step=32768, learning_rate=1e-3, eval_every=250),
     "100m": dict(steps=20000, tokens_per_step=524288, learning_rate=6e-4, eval_every=500),
     "1b": dict(steps=100000, tokens_per_step=1048576, learning_rate=3e-4, eval_every=1000),
@@ -439,7 +439,8 @@ def evaluate(model, ids, token_sizes, autocast, max_tokens=None):
         return model(x[row : row + 1]).flatten(0, 1), y[row]  # (T, D), (T,)
 
     with autocast():
-        fitting = range(0, count, 2)[: max(1, 2**25 // (config.vocab_size * T))]
+        room = max(1, 2**25 // (config.vocab_size * T))
+        fitting = range(0, count, 2)[:: math.ceil(count / 2 / room)]
         pairs = [(model.token_scores(h), t) for h, t in map(states, fitting)]
         tau = fit_calibration(*(torch.cat(part) for part in zip(*pairs)))
         sums = torch.zeros(6, dtype=torch.float64)
@@ -817,7 +818,8 @@ class Run:
         """The lines at the start of a run."""
         s, c, n = self.settings, self.config, self.model.num_parameters()
         corpus, T = self.corpus, self.config.max_position_embeddings
-        yield "run", f"{self.folder}: {c.model}, preset {s.preset}, objective {c.objective}"
+        objective = c.objective if c.model == "mhf" else "cross-entropy"
+        yield "run", f"{self.folder}: {c.model}, preset {s.preset}, objective {objective}"
         yield "device", f"{self.device} ({self.device_reason}), {torch.get_num_threads()} threads"
         yield "precision", f"{self.precision} ({self.precision_reason})"
         yield (

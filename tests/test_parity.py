@@ -17,11 +17,11 @@ def fixture(name):
     return json.loads((FIXTURES / name).read_text(encoding="utf-8"))
 
 
-def registered(pieces, pad_id, *table):
-    """The signatures (V, H) of pieces registered in order."""
-    signatures = mhf.SignatureTable(*table)
-    signatures.extend([piece.encode() for piece in pieces], pad_id=pad_id)
-    return signatures.ids.tolist()
+def registered(pieces, pad_id, *sizes):
+    """A table with the pieces registered in order."""
+    table = mhf.SignatureTable(*sizes)
+    table.extend([piece.encode() for piece in pieces], pad_id=pad_id)
+    return table
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def test_greedy_continuation_is_the_authors(published, expected):
 
 def test_checkpoint_signatures_follow_from_its_tokens(published):
     """Registering the checkpoint's 256 tokens gives its hash_map, id for id."""
-    ids = registered(fixture("tiny_h4/tokens.json"), 2, 4, 32)
-    assert ids == published.signatures.ids.tolist()
+    table = registered(fixture("tiny_h4/tokens.json"), 2, 4, 32)
+    assert torch.equal(table.ids, published.signatures.ids)
 
 
 @pytest.mark.parametrize("table", ["H4B16K", "H3B10K"])
@@ -73,23 +73,26 @@ def test_signatures_of_mistral_tokens(table):
     H, B = figures[table]["num_hashes"], figures[table]["num_buckets"]
     tokens = figures["tokens"]
     pad = next((i for i, token in enumerate(tokens) if token["id"] == 2), None)
-    assert registered([t["piece"] for t in tokens], pad, H, B) == [t[table] for t in tokens]
+    ours = registered([token["piece"] for token in tokens], pad, H, B)
+    assert ours.ids.tolist() == [token[table] for token in tokens]
 
 
 @pytest.mark.parametrize("case", [0, 1])
 def test_signatures_of_crowded_tables(case):
     """Where tokens were re-hashed and the authors' table has no duplicate, ours is the same."""
     figures = fixture("signatures_rehash.json")[case]
-    table = figures["num_hashes"], figures["num_buckets"]
-    assert registered(figures["tokens"], figures["pad_id"], *table) == figures["ids"]
+    sizes = figures["num_hashes"], figures["num_buckets"]
+    table = registered(figures["tokens"], figures["pad_id"], *sizes)
+    assert table.ids.tolist() == figures["ids"]
+    assert table.stats()["rehashed"] == figures["rehashed"]
 
 
 def test_locality_sensitive_signatures():
     """300 tokens under two locality-sensitive and two ordinary functions have the authors' ids."""
     figures = fixture("signatures_lsh.json")
-    table = figures["num_hashes"], figures["num_buckets"], figures["num_lsh"]
-    pieces = [token["piece"] for token in figures["tokens"]]
-    assert registered(pieces, 2, *table) == [token["ids"] for token in figures["tokens"]]
+    sizes = figures["num_hashes"], figures["num_buckets"], figures["num_lsh"]
+    table = registered([token["piece"] for token in figures["tokens"]], 2, *sizes)
+    assert table.ids.tolist() == [token["ids"] for token in figures["tokens"]]
 
 
 def test_saved_checkpoint_has_the_published_tensors(published, tmp_path):
