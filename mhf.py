@@ -225,6 +225,9 @@ class SignatureTable:
         signatures, and a prefix (the first H−1 ids) whose B−1 last ids are all taken.
         """
         tokens, start = list(tokens), len(self)
+        for token in tokens:
+            if not (token is None or isinstance(token, bytes)):
+                raise ValueError(f"token {token!r} is not bytes")
         if self.locked:
             raise ValueError(f"no token can be added: {self.locked}")
         if pad_id is not None and not 0 <= pad_id - start < len(tokens):
@@ -247,8 +250,6 @@ class SignatureTable:
             raise
 
     def _register(self, token_id, token, is_pad, local):
-        if token is not None and not isinstance(token, bytes):
-            raise ValueError(f"token {token_id} is {token!r}; tokens are bytes")
         if token in self._known:
             raise ValueError(f"token {token!r} is there twice, as {self._known[token]}, {token_id}")
         signature = [0] * self.num_hashes
@@ -330,7 +331,6 @@ class SignatureTable:
         """
         ids = torch.as_tensor(ids).long()
         table = cls(ids.shape[1], num_buckets or max(2, int(ids.max()) + 1), allow_collisions=True)
-        table.allow_collisions = table.num_hashes == 1
         table.pad_id, table.from_checkpoint = pad_id, True
         table.tokens, table._flat = [None] * len(ids), array("i", ids.flatten().tolist())
         for token_id, signature in enumerate(ids.tolist()):
@@ -518,7 +518,7 @@ class GatedEmbedding(nn.Module):
 
     def forward(self, e):
         """e (..., H, D), the rows of a signature -> input vectors (..., D) and gate (..., H)."""
-        gate = self.scorer(e).softmax(-2)  # (..., H, 1)
+        gate = self.scorer(e).float().softmax(-2).to(e.dtype)  # (..., H, 1)
         x = self.output_proj((gate * e).sum(-2))  # (..., D)
         return x, gate.squeeze(-1)
 
@@ -778,7 +778,8 @@ class MultiHashFormer(LanguageModel):
         super().__init__()
         H, B = config.num_hashes, config.num_buckets
         if signatures.from_checkpoint and int(signatures.ids.max()) < B:
-            signatures.num_buckets = B
+            signatures.num_buckets, signatures.num_lsh = B, config.num_lsh
+            signatures.allow_collisions = H in (1, config.num_lsh)
         if (signatures.num_hashes, signatures.num_buckets) != (H, B):
             raise ValueError(
                 f"signatures of num_hashes {signatures.num_hashes} and num_buckets "
@@ -1032,7 +1033,10 @@ def _explain(model, ids, position, top_k, force):
     Of the standard model there are only tokens and top_tokens.
     """
     config = model.config
-    (row,), _ = _prompt_rows(ids, config.vocab_size)
+    rows, _ = _prompt_rows(ids, config.vocab_size)
+    if len(rows) != 1:
+        raise ValueError(f"one sequence is explained at a time, not {len(rows)}")
+    row = rows[0]
     if not -len(row) <= position < len(row):
         raise ValueError(f"position {position} is outside the {len(row)} tokens")
     if not 1 <= top_k <= config.vocab_size:
@@ -1053,8 +1057,8 @@ def _explain(model, ids, position, top_k, force):
         scores = model.token_scores(h.unsqueeze(0))[0]  # (V,)
     paper = scores.log_softmax(-1)  # (V,)
     calibrated = (scores / config.calibration).log_softmax(-1)  # (V,)
-    result["top_tokens"] = []
-    for i in scores.topk(top_k).indices.tolist():
+    result["top_tokens"], real = [], int(scores.isfinite().sum())
+    for i in scores.topk(min(top_k, real)).indices.tolist():
         entry = _token_entry(model, i) | {"score": scores[i].item()}
         if config.model == "mhf":
             entry["log_p"] = [log_buckets[j, b].item() for j, b in enumerate(entry["signature"])]
@@ -1255,19 +1259,21 @@ def _stored_signatures(config, ids, folder):
         if duplicates:
             print(f"{folder}: {duplicates} tokens share another's signature", file=sys.stderr)
         return table
-    shared = table.allow_collisions or duplicates > 0
+    shared = config.num_hashes in (1, config.num_lsh) or duplicates > 0
     made = SignatureTable(config.num_hashes, config.num_buckets, config.num_lsh, shared)
     try:
         lines = _read_text(file).splitlines()
         tokens = [None if line == "-" else base64.b64decode(line, validate=True) for line in lines]
+        if len(tokens) != len(ids):
+            raise ValueError(f"{len(tokens)} lines for {len(ids)} tokens")
         made.extend(tokens, config.pad_token_id)
-        different = int((made.ids != ids).any(-1).sum())
-    except (ValueError, RuntimeError) as error:
-        raise ValueError(f"{file} does not belong to this checkpoint: {error}") from None
-    if not different:
-        return made
-    table.tokens = tokens
-    table.locked = f"{different} of {len(ids)} signatures differ from what this code makes"
+    except ValueError as error:
+        table.locked = f"{file} does not belong to the signatures stored beside it: {error}"
+    else:
+        if torch.equal(made.ids, ids):
+            return made
+        table.tokens, different = tokens, int((made.ids != ids).any(-1).sum())
+        table.locked = f"{different} of {len(ids)} signatures differ from what this code makes"
     print(f"{folder}: {table.locked}; the stored ones are used", file=sys.stderr)
     return table
 
@@ -1292,7 +1298,7 @@ def _load_folder(folder, cls):
         ids, H, B = tensors.get("model.hash_map"), config.num_hashes, config.num_buckets
         if ids is None or ids.dim() != 2 or ids.shape[1] != H or ids.min() < 0 or ids.max() >= B:
             raise ValueError(
-                f"{folder}: no model.hash_map of {H} columns with ids from 0 to {B - 1}"
+                f"{folder}: no model.hash_map of {H} columns, ids below num_buckets {B}"
             )
         model = MultiHashFormer(config, _stored_signatures(config, ids.long(), folder))
     shape = {k: tuple(t.shape) for k, t in model.state_dict().items()}
