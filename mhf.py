@@ -724,16 +724,9 @@ class LanguageModel(nn.Module):
         context is cut likewise. Raises ValueError for bad arguments, before the first token.
         """
         rows, single = _prompt_rows(ids, self.config.vocab_size)
-        if not 0 <= temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 (greedy) or more, not {temperature}")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k must be at least 1 (None keeps all tokens), not {top_k}")
-        if top_p is not None and not 0 < top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
+        sampling = _checked_sampling(temperature, top_k, top_p)
         stop = {stop} if isinstance(stop, int) else {int(i) for i in stop}
-        return _generate(
-            self, rows, single, max_new_tokens, (temperature, top_k, top_p), stop, seed
-        )
+        return _generate(self, rows, single, max_new_tokens, sampling, stop, seed)
 
     def explain(self, ids, position=-1, top_k=10, force=None):
         """All that happens at one position, as a JSON-able dict; `_explain` lists its entries.
@@ -744,16 +737,8 @@ class LanguageModel(nn.Module):
         return _explain(self, ids, position, top_k, force or {})
 
     def num_parameters(self):
-        """Parameters by part and in total, beside those of a V × D table."""
-        parts = {
-            "table": self.model.embed_tokens,
-            "embedding": getattr(self.model, "combiner", None),
-            "decoder": getattr(self, "hash_head", None),
-        }
-        size = {k: sum(p.numel() for p in m.parameters()) if m else 0 for k, m in parts.items()}
-        total = sum(p.numel() for p in self.parameters())
-        size |= {"blocks": total - sum(size.values()), "total": total}
-        return size | {"standard_table": self.config.vocab_size * self.config.hidden_size}
+        """Parameters: table, embedding, blocks, decoder, total; and those of a V × D table."""
+        return _count(self)
 
     def save_pretrained(self, folder, dtype=None):
         """Write the checkpoint into a folder; dtype (None: as they are) is that of the parameters.
@@ -912,6 +897,18 @@ def _initialise(model):
             nn.init.normal_(p, std=config.initializer_range)
 
 
+def _count(model):
+    parts = {
+        "table": model.model.embed_tokens,
+        "embedding": getattr(model.model, "combiner", None),
+        "decoder": getattr(model, "hash_head", None),
+    }
+    size = {k: sum(p.numel() for p in m.parameters()) if m else 0 for k, m in parts.items()}
+    total = sum(p.numel() for p in model.parameters())
+    size |= {"blocks": total - sum(size.values()), "total": total}
+    return size | {"standard_table": model.config.vocab_size * model.config.hidden_size}
+
+
 # ---------------------------------------------------------------------------------------------
 # Generation
 # ---------------------------------------------------------------------------------------------
@@ -957,6 +954,16 @@ def _prompt_rows(ids, vocab_size):
                 f"token id {token_id} is outside the vocabulary, 0 to {vocab_size - 1}"
             )
     return rows, single
+
+
+def _checked_sampling(temperature, top_k, top_p):
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature must be 0 (greedy) or more, not {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be at least 1 (None keeps all tokens), not {top_k}")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
+    return temperature, top_k, top_p
 
 
 def _sample(logits, temperature, top_k, top_p, generator):

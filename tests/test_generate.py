@@ -33,7 +33,7 @@ def next_probs(model, prompt):
         return model.log_probs(torch.tensor([prompt]))[0, -1].exp()
 
 
-def drawn(model, prompt, draws=4000, **sampling):
+def drawn(model, prompt, draws=10000, **sampling):
     """How often each token came (V,), a share of `draws` samples of the next token."""
     ids = torch.tensor([prompt]).expand(draws, -1)
     (new,) = model.generate(ids, 1, seed=0, **sampling)
@@ -41,12 +41,12 @@ def drawn(model, prompt, draws=4000, **sampling):
 
 
 def assert_drawn_from(shares, probs):
-    """4,000 draws of 20 tokens miss their probabilities by about 0.03 in sum; 0.08 is far beyond.
+    """10,000 draws of 20 tokens miss their probabilities by about 0.03 in sum; 0.07 is allowed.
 
     No token with probability 0 comes at all.
     """
     assert not shares[probs == 0].any()
-    assert (shares - probs).abs().sum() < 0.08
+    assert (shares - probs).abs().sum() < 0.07
 
 
 # ---------------------------------------------------------------------------------------------
@@ -119,16 +119,16 @@ def test_only_new_tokens_are_encoded():
 
 
 def test_samples_follow_log_probs(model):
-    """At temperature 1 the shares of 4,000 draws are exp(log_probs)."""
+    """At temperature 1 the shares of 10,000 draws are exp(log_probs)."""
     assert_drawn_from(drawn(model, PROMPTS[0]), next_probs(model, PROMPTS[0]))
 
 
 def test_temperature_and_calibration_divide_the_scores():
-    """With τ = 2 and temperature 1.5 the draws follow softmax(score / 3)."""
+    """With τ = 2 and temperature 0.4 the draws follow softmax(score / 0.8)."""
     with torch.no_grad():
         scores = build().scores(torch.tensor([PROMPTS[0]]))[0, -1]
-    shares = drawn(build(calibration=2.0), PROMPTS[0], temperature=1.5)
-    assert_drawn_from(shares, (scores / 3).softmax(-1))
+    shares = drawn(build(calibration=2.0), PROMPTS[0], temperature=0.4)
+    assert_drawn_from(shares, (scores / 0.8).softmax(-1))
 
 
 @pytest.mark.parametrize("k", [1, 3, 20, 99])
