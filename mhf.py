@@ -778,25 +778,6 @@ class MultiHashFormer(LanguageModel):
         self._follow_signatures()
         _initialise(self)
 
-    def _follow_signatures(self):
-        """Buffers made from the signatures; only hash_map is part of a checkpoint."""
-        table, H, B = self.signatures, self.config.num_hashes, self.config.num_buckets
-        device = self.model.embed_tokens.weight.device
-        self.config.vocab_size = len(table)
-        self.model.register_buffer("hash_map", table.ids.clone().to(device))  # (V, H)
-        for name, buffer in (
-            ("rows", table.ids + torch.arange(H) * B),  # (V, H) the rows of E of every token
-            ("unassigned", (~table.assigned).nonzero()[:, 0]),
-            ("first_owner", table.first_owner),  # (V,)
-        ):
-            self.register_buffer(name, buffer.to(device), persistent=False)
-
-    @property
-    def table(self):
-        """E as (H, B, D): the rows of each function, which input and output share."""
-        H, B = self.config.num_hashes, self.config.num_buckets
-        return self.model.embed_tokens.weight.view(H, B, -1)
-
     def embed(self, ids, return_gate=False):
         """ids (N, T) -> input vectors (N, T, D) [, gate (N, T, H)]."""
         x, gate = self.model.combiner(self.model.embed_tokens(self.rows[ids]))
@@ -847,6 +828,25 @@ class MultiHashFormer(LanguageModel):
     def mass_on_tokens(self, scores):
         """Scores (..., V) -> Σ exp(score) over the distinct signatures (...)."""
         return scores[..., self.first_owner].exp().sum(-1)
+
+    def _follow_signatures(self):
+        """Buffers made from the signatures; only hash_map is part of a checkpoint."""
+        table, H, B = self.signatures, self.config.num_hashes, self.config.num_buckets
+        device = self.model.embed_tokens.weight.device
+        self.config.vocab_size = len(table)
+        self.model.register_buffer("hash_map", table.ids.clone().to(device))  # (V, H)
+        for name, buffer in (
+            ("rows", table.ids + torch.arange(H) * B),  # (V, H) the rows of E of every token
+            ("unassigned", (~table.assigned).nonzero()[:, 0]),
+            ("first_owner", table.first_owner),  # (V,)
+        ):
+            self.register_buffer(name, buffer.to(device), persistent=False)
+
+    @property
+    def table(self):
+        """E as (H, B, D): the rows of each function, which input and output share."""
+        H, B = self.config.num_hashes, self.config.num_buckets
+        return self.model.embed_tokens.weight.view(H, B, -1)
 
     def expand(self, tokens):
         """Give new tokens (bytes) signatures. No parameter is added, removed or changed."""
