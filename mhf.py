@@ -147,10 +147,12 @@ class Config:
         if not isinstance(given, dict):
             raise ValueError(f"config.json must be a JSON object, not {given!r}")
         rope = given.pop("rope_parameters", None) or given.get("rope_scaling") or {}
-        found = given | {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
+        if not isinstance(rope, dict):
+            raise ValueError(f"config.json: rope_parameters must be a JSON object, not {rope!r}")
+        found = given | rope | {"rope_type": rope.get("rope_type", rope.get("type", "default"))}
         for name, only in SUPPORTED.items():
-            if found.get(name, only) != only:
-                raise ValueError(f"config.json: {name} {found[name]!r} is not supported")
+            if (value := found.get(name, only)) != only and value is not None:
+                raise ValueError(f"config.json: {name} {value!r} is not supported")
         given["rope_theta"] = rope.get("rope_theta", given.get("rope_theta", 1e6))
         given.setdefault("model", "mhf" if "num_hashes" in given else "standard")
         exact = given.pop("use_conditional_prob", False)
@@ -308,6 +310,8 @@ class SignatureTable:
         A list of (seed, last id, id of the token that had the signature, or None); the last entry
         has None; the pad gives []. Raises ValueError for a table made by `from_ids`.
         """
+        if not isinstance(token, bytes):
+            raise ValueError(f"token {token!r} is not bytes")
         if self.from_checkpoint:
             raise ValueError("this table has stored ids without their tokens: nothing to trace")
         own, tries = self._known.get(token), []
@@ -330,6 +334,10 @@ class SignatureTable:
         `num_buckets` defaults to the largest id + 1; the model that takes the table sets its own.
         """
         ids = torch.as_tensor(ids).long()
+        if ids.dim() != 2 or ids.min() < 0:
+            raise ValueError(
+                f"ids must be (V, H) and not negative, not of shape {tuple(ids.shape)}"
+            )
         table = cls(ids.shape[1], num_buckets or max(2, int(ids.max()) + 1), allow_collisions=True)
         table.pad_id, table.from_checkpoint = pad_id, True
         table.tokens, table._flat = [None] * len(ids), array("i", ids.flatten().tolist())
@@ -361,7 +369,9 @@ class SignatureTable:
             "tokens": tokens,
             "duplicates": tokens - distinct,
             "rehashed": len(self.rehashed),
-            "largest_prefix_class": max(Counter(key >> 32 for key in self._owner).values()),
+            "largest_prefix_class": max(
+                Counter(key >> 32 for key in self._owner).values(), default=0
+            ),
             "largest_bucket": int(max(loads)),
             "mean_bucket": tokens / (self.num_buckets - 1),
         }
@@ -372,7 +382,7 @@ _hash128 = mmh3.mmh3_x64_128_uintdigest  # (bytes, seed) -> unsigned 128-bit int
 
 def _pack(signature):
     """A signature as one integer, 32 bits an id: a third of a tuple's memory as a key."""
-    return functools.reduce(lambda key, id_: key << 32 | id_, signature)
+    return functools.reduce(lambda key, id_: key << 32 | int(id_), signature)
 
 
 @functools.lru_cache(maxsize=1)
@@ -453,6 +463,7 @@ class Tokenizer:
     def save(self, folder):
         """Write `tokenizer.tiktoken` (ranks, in tiktoken's format) and `tokenizer_meta.json`."""
         enc, folder = self.encoding, Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         ranks = sorted(enc._mergeable_ranks.items(), key=lambda item: item[1])
         lines = "".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in ranks)
         (folder / "tokenizer.tiktoken").write_text(lines, encoding="utf-8", newline="\n")
@@ -474,10 +485,11 @@ class Tokenizer:
             meta = {"name": path.stem, "special": {"<|endoftext|>": max(ranks.values()) + 1}}
             if (path / "tokenizer_meta.json").is_file():
                 meta = json.loads(_read_text(path / "tokenizer_meta.json"))
-        except ValueError as error:
+            name, special, pattern = meta["name"], meta["special"], meta.get("pattern")
+        except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file} is not a tokenizer in tiktoken's format: {error}") from None
-        pattern = meta.get("pattern") or Tokenizer.train("", 257).encoding._pat_str
-        return cls(meta["name"], pattern, ranks, meta["special"])
+        pattern = pattern or Tokenizer.train("", 257).encoding._pat_str
+        return cls(name, pattern, ranks, special)
 
     def __len__(self):
         return self.encoding.n_vocab
@@ -690,7 +702,9 @@ class LanguageModel(nn.Module):
         if objective not in OBJECTIVES:
             raise ValueError(f"objective is one of {', '.join(OBJECTIVES)}, not {objective!r}")
         counted = targets.flatten() != -100  # (M,)
-        nll = self.nll(self(ids).flatten(0, 1), targets.flatten().clamp(min=0), objective)  # (M,)
+        nll = self.nll(
+            self(ids).flatten(0, 1), targets.flatten().where(counted, 0), objective
+        )  # (M,)
         return torch.where(counted, nll, 0.0).sum() / counted.sum().clamp(min=1)
 
     def log_probs(self, ids):
@@ -725,6 +739,8 @@ class LanguageModel(nn.Module):
         """
         rows, single = _prompt_rows(ids, self.config.vocab_size)
         sampling = _checked_sampling(temperature, top_k, top_p)
+        if type(max_new_tokens) is not int or max_new_tokens < 0:
+            raise ValueError(f"max_new_tokens must be a whole number, not {max_new_tokens}")
         stop = {stop} if isinstance(stop, int) else {int(i) for i in stop}
         return _generate(self, rows, single, max_new_tokens, sampling, stop, seed)
 
@@ -770,7 +786,8 @@ class MultiHashFormer(LanguageModel):
                 f"signatures of num_hashes {signatures.num_hashes} and num_buckets "
                 f"{signatures.num_buckets} do not fit a configuration of {H} and {B}"
             )
-        self.config = replace(config, model="mhf", pad_token_id=signatures.pad_id)
+        follows = {"pad_token_id": signatures.pad_id, "num_lsh": signatures.num_lsh}
+        self.config = replace(config, model="mhf", **follows)
         self.model = Backbone(config, H * B)
         self.model.combiner = GatedEmbedding(config)
         self.hash_head = CascadeDecoder(config)
@@ -836,7 +853,10 @@ class MultiHashFormer(LanguageModel):
         self.config.vocab_size = len(table)
         self.model.register_buffer("hash_map", table.ids.clone().to(device))  # (V, H)
         for name, buffer in (
-            ("rows", table.ids + torch.arange(H) * B),  # (V, H) the rows of E of every token
+            (
+                "rows",
+                table.ids + torch.arange(H, device=table.ids.device) * B,
+            ),  # (V, H) the rows of E of every token
             ("unassigned", (~table.assigned).nonzero()[:, 0]),
             ("first_owner", table.first_owner),  # (V,)
         ):
@@ -959,8 +979,8 @@ def _prompt_rows(ids, vocab_size):
 def _checked_sampling(temperature, top_k, top_p):
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 (greedy) or more, not {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be at least 1 (None keeps all tokens), not {top_k}")
+    if top_k is not None and (type(top_k) is not int or top_k < 1):
+        raise ValueError(f"top_k must be a whole number from 1 (None: all tokens), not {top_k}")
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, not {top_p}")
     return temperature, top_k, top_p
@@ -1154,16 +1174,15 @@ PRESETS = {  # tiny and small are ours; the paper's H3B10K is num_hashes 3, num_
     ),
 }  # fmt: skip
 
-SUPPORTED = {  # values of config.json that this implementation has; others are refused
+_FIXED = {
     "attention_bias": False,
     "hidden_act": "silu",
     "lsh_only_embed": False,
-    "rope_type": "default",
     "tie_word_embeddings": True,
     "use_sliding_window": False,
 }
-
-PUBLISHED = {k: v for k, v in SUPPORTED.items() if k != "rope_type"} | {  # written, not used
+SUPPORTED = _FIXED | {"partial_rotary_factor": 1.0, "rope_type": "default"}  # others are refused
+PUBLISHED = _FIXED | {  # keys of a published config.json that are written and not used
     "architectures": ["Qwen3ForCausalLM"],
     "attention_dropout": 0.0,
     "dtype": "float32",

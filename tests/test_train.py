@@ -1,0 +1,1146 @@
+"""train.py's loop: exact resume, checkpoints that survive, measurements, flags, comparison.
+
+Most tests call main() with a model that takes milliseconds a step. Curves and samples, which take
+longer than the training here, are left out except where they are what is tested.
+"""
+
+import contextlib
+import functools
+import hashlib
+import io
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+
+import mhf
+import train
+
+WORDS = ("to be", "or not", "the king", "a horse", "my lord", "speaks", "dies", "sleeps")
+TEXT = "".join(f"line {i}: {WORDS[i % 5]} {WORDS[i * i % 8]} {i * 7919 % 97}\n" for i in range(600))
+FLAGS = shlex.split("""
+    --num_hidden_layers 1 --hidden_size 64 --num_attention_heads 2 --intermediate_size 64
+    --num_buckets 256 --bottle_neck_dim 8 --max_position_embeddings 32 --tokens_per_step 64
+    --steps 10 --eval_every 5 --eval_tokens 256 --threads 1 --data text.txt --tokenizer bpe:300
+""")
+CPU = torch.device("cpu")
+no_windows = pytest.mark.skipif(os.name == "nt", reason="Windows has no such signals or limits")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A cache, in which the tokenizer is trained once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MHF_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def finished_run(folder, *flags):
+    """A whole run, with curves and samples: (its folder, what it printed)."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
+        patch.chdir(folder)
+        Path("text.txt").write_text(TEXT, encoding="utf-8")
+        assert train.main([*FLAGS, "--out", "my runs é", *flags]) == 0
+    (run,) = (folder / "my runs é").iterdir()
+    return run, out.getvalue()
+
+
+@pytest.fixture(scope="module")
+def straight(shared, tmp_path_factory):
+    """10 steps without a stop, evaluated after 4, 8 and 10: folder and output. To read only."""
+    return finished_run(tmp_path_factory.mktemp("straight"), "--eval_every", "4")
+
+
+@pytest.fixture(autouse=True)
+def place(shared, tmp_path, monkeypatch):
+    """Every test in a folder of its own with a text, and without pictures and samples."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+    monkeypatch.setattr(train, "draw_curves", lambda *_: None)
+    monkeypatch.setattr(train.Run, "sample", lambda *_: "a sample")
+
+
+def run(*flags, status=0):
+    """`python train.py` with the tiny settings and these flags; the folder is runs/a."""
+    assert train.main([*FLAGS, "--name", "a", *map(str, flags)]) == status
+    return Path("runs/a")
+
+
+def resume(folder, *flags, status=0):
+    assert train.main(["--resume", str(folder), *map(str, flags)]) == status
+    return folder
+
+
+def sentence(capsys, status, command, *parts):
+    """Call `command`, which ends with `status`: its one sentence on stderr, with all `parts`."""
+    capsys.readouterr()
+    assert command() == status
+    error = capsys.readouterr().err
+    assert error.startswith("train.py: ") and error.count("\n") == 1, error
+    for part in parts:
+        assert re.search(rf"(?<![\w.]){re.escape(str(part))}(?!\w)", error), (
+            f"{part} not in {error}"
+        )
+    return error
+
+
+def refused(capsys, *flags, parts=()):
+    """A user's mistake: exit 2 and one sentence."""
+    return sentence(capsys, 2, lambda: train.main([str(flag) for flag in flags]), *parts)
+
+
+def checkpoint(folder):
+    """The folder that `last` names; its files must be readable."""
+    folder = folder / (folder / "last").read_text(encoding="utf-8")
+    mhf.load(folder)
+    mhf.Tokenizer.load(folder)
+    json.loads((folder / "train.json").read_text(encoding="utf-8"))
+    return folder
+
+
+def training_state(folder):
+    return torch.load(folder / "optimizer.pt", weights_only=True)
+
+
+def step_of(folder):
+    return json.loads((checkpoint(folder) / "train.json").read_text(encoding="utf-8"))["step"]
+
+
+def flat(value):
+    """All tensors and numbers in nested dicts and lists, in order."""
+    if isinstance(value, dict):
+        value = [part for item in sorted(value.items(), key=str) for part in item]
+    if isinstance(value, (list, tuple)):
+        return [leaf for part in value for leaf in flat(part)]
+    return [value]
+
+
+def log(folder):
+    """log.csv without the columns that tell the time, which no two runs share."""
+    rows = train.read_log(folder)
+    return [{k: v for k, v in row.items() if "second" not in k} for row in rows]
+
+
+def assert_same(one, two):
+    """Weights, optimizer state, loss scale, log and measurements are equal bit for bit."""
+    a, b = (load_file(checkpoint(folder) / "model.safetensors") for folder in (one, two))
+    assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+    a, b = (flat(training_state(checkpoint(folder))) for folder in (one, two))
+    assert len(a) == len(b)
+    for left, right in zip(a, b):
+        assert (
+            torch.equal(torch.as_tensor(left), torch.as_tensor(right))
+            if isinstance(left, torch.Tensor)
+            else left == right
+        )
+    np.testing.assert_equal(log(one), log(two))  # NaN equals NaN, as in valid_mass of standard
+
+
+# ---------------------------------------------------------------------------------------------
+# A run and what it leaves
+# ---------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_all_that_is_promised(straight):
+    """Checkpoint, log, curve, samples, the mhf.py it ran, and the sample.py line to type next."""
+    folder, out = straight
+    names = {path.name for path in folder.iterdir() if not path.name.startswith("step-")}
+    assert names == {*"last best log.csv curve.png samples.txt run.json mhf.py".split()}
+    assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert (folder / "mhf.py").read_bytes() == Path(mhf.__file__).read_bytes()
+    assert (folder / "samples.txt").read_text(encoding="utf-8").count("--- step ") == 3
+    line = out.splitlines()[-1]
+    assert line.split()[:3] == ["python", "sample.py", "--checkpoint"] and "--explain" in line
+    assert Path(shlex.split(line)[3]).name == folder.name
+
+
+def test_a_run_starts_with_eight_lines(straight):
+    """Device, precision, parameters, signatures, steps and the loss by chance, a line each."""
+    _, out = straight
+    names = [line.split()[0] for line in out.splitlines()[:8]]
+    assert names == [*"run device precision data parameters signatures steps loss".split()]
+    assert "V × D table" in out and "by chance 22.181" in out  # 4 ln 256
+
+
+def test_every_step_and_evaluation_has_a_row_in_the_log(straight):
+    """Rows 1 to 10 have loss, rate and tokens; those of 4, 8 and 10 have a second with measures."""
+    folder, _ = straight
+    rows = log(folder)
+    assert [row["step"] for row in rows if "loss" in row] == [*range(1, 11)]
+    assert [row["tokens"] for row in rows if "loss" in row] == [64 * n for n in range(1, 11)]
+    measured = [row for row in rows if "perplexity" in row]
+    assert [row["step"] for row in measured] == [4, 8, 10]
+    assert all(row.keys() == {"step", *train.MEASURES} for row in measured)
+    assert math.isfinite(sum(flat([list(row.values()) for row in rows])))
+
+
+def test_a_checkpoint_holds_no_code_and_loads_everywhere(straight):
+    """safetensors, JSON, text and one file that torch.load reads with weights_only=True."""
+    folder = checkpoint(straight[0])
+    assert {path.name for path in folder.iterdir()} == {
+        *"config.json model.safetensors tokens.txt optimizer.pt train.json".split(),
+        *"tokenizer.tiktoken tokenizer_meta.json".split(),
+    }
+    assert training_state(folder).keys() == {"optimizer", "scaler"}
+    assert mhf.load(folder).signatures.locked is None
+
+
+def test_the_checkpoint_carries_the_fitted_calibration(straight):
+    """τ of the evaluation of all held-out text stands in config.json, and in run.json."""
+    folder, _ = straight
+    final = json.loads((folder / "run.json").read_text(encoding="utf-8"))["final"]
+    assert mhf.load(folder).config.calibration == final["tau"] != 1.0
+
+
+def test_the_first_lines_of_verbose_name_every_setting(capsys):
+    """--verbose prints each setting and each field of the configuration after the eight lines."""
+    run("--stop_after", "1", "--verbose")
+    printed = {line.split()[0] for line in capsys.readouterr().out.splitlines() if line}
+    both = {f.name for f in (*fields(train.Settings), *fields(mhf.Config))} - {"extra"}
+    assert both <= printed
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--model", "standard"],
+        ["--num_hashes", "1"],
+        ["--num_lsh", "1"],
+        ["--num_hashes", "2", "--num_lsh", "2"],
+        ["--objective", "exact", "--extra_layers", "1"],
+        ["--objective", "joint", "--adapter_init", "identity", "--table_initializer_range", "0.04"],
+    ],
+    ids=lambda flags: " ".join(flags).replace("--", ""),
+)
+def test_every_kind_of_model_trains(flags):
+    """Its loss falls in 10 steps, from the first to the mean of the last three, by 5%."""
+    losses = [row["loss"] for row in log(run(*flags)) if "loss" in row]
+    assert np.mean(losses[-3:]) < 0.95 * losses[0]
+    assert mhf.load("runs/a").config.num_hidden_layers == 1 + ("--extra_layers" in flags)
+
+
+def test_runs_of_the_same_second_have_folders_of_their_own(monkeypatch):
+    """Twenty runs that start at once, by the same clock, make twenty folders."""
+    monkeypatch.setattr(train.time, "strftime", lambda _: "20260101-000000")
+    with ThreadPoolExecutor(20) as pool:
+        made = [*pool.map(lambda _: train.new_folder(train.Settings(), "mhf"), range(20))]
+    assert len(set(made)) == 20 and all(folder.is_dir() for folder in made)
+
+
+def test_a_name_that_exists_is_refused(capsys):
+    """A second run of the same --name is refused and changes nothing."""
+    run("--stop_after", "1")
+    before = (Path("runs/a") / "log.csv").read_bytes()
+    refused(capsys, *FLAGS, "--name", "a", parts=["runs/a", "--name"])
+    assert (Path("runs/a") / "log.csv").read_bytes() == before
+
+
+def test_ids_that_no_token_uses_are_never_sampled():
+    """With --vocab_size 320 and 300 tokens, 2,000 samples at a high temperature are below 300."""
+    model = mhf.load(run("--vocab_size", "320", "--stop_after", "1"))
+    prompts = torch.zeros(50, 1, dtype=torch.long)
+    drawn = torch.stack([*model.generate(prompts, 40, temperature=3.0, seed=0)])
+    assert model.config.vocab_size == 320 and 250 < drawn.max() < 300
+
+
+# ---------------------------------------------------------------------------------------------
+# Stopping and resuming
+# ---------------------------------------------------------------------------------------------
+
+
+def test_five_and_five_steps_equal_ten(straight):
+    """Weights, AdamW's state, losses and measurements are equal bit for bit on a CPU."""
+    folder = run("--eval_every", "4", "--stop_after", "5")
+    assert step_of(folder) == 5
+    assert_same(resume(folder), straight[0])
+
+
+def test_a_run_of_many_pieces_equals_one_of_ten_steps(straight):
+    """Stops at evaluations, beside them and twice at the same step change nothing."""
+    folder = run("--eval_every", "4", "--stop_after", "1")
+    for step in (4, 4, 7, 8):
+        resume(folder, "--stop_after", step)
+    assert_same(resume(folder), straight[0])
+
+
+def test_stop_after_says_how_to_go_on(capsys):
+    """--stop_after 3 ends with status 0, a checkpoint of step 3 and the line to type."""
+    run("--stop_after", "3")
+    assert "--resume runs/a" in capsys.readouterr().out.splitlines()[-1]
+    assert step_of(Path("runs/a")) == 3
+
+
+def test_resume_takes_the_newest_run(capsys):
+    """--resume alone goes on with the run whose checkpoint is the latest."""
+    for name in "abc":
+        run("--stop_after", "1", "--name", name)
+    now = time.time()
+    for age, name in enumerate("bca"):
+        os.utime(f"runs/{name}/last", (now - age, now - age))
+    assert train.main(["--resume", "--stop_after", "2"]) == 0
+    assert [step_of(Path("runs") / name) for name in "abc"] == [1, 2, 1]
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupt_finishes_the_step_and_saves(name, capsys, monkeypatch):
+    """A signal within step 3 leaves a checkpoint of step 3, and the status is 130."""
+    original = train.batch
+
+    def interrupted(ids, seed, step, *shape):
+        if step == 3:
+            signal.raise_signal(getattr(signal, name))
+        return original(ids, seed, step, *shape)
+
+    monkeypatch.setattr(train, "batch", interrupted)
+    handler = signal.getsignal(signal.SIGINT)
+    run(status=130)
+    assert step_of(Path("runs/a")) == 3 and signal.getsignal(signal.SIGINT) is handler
+    assert "--resume runs/a" in capsys.readouterr().out
+
+
+def test_a_second_interrupt_ends_at_once(monkeypatch, capsys):
+    """Ctrl-C twice within a step does not wait for the step: status 130, no traceback."""
+
+    def interrupted(*_):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("the step went on")
+
+    monkeypatch.setattr(train, "batch", interrupted)
+    run(status=130)
+    assert step_of(Path("runs/a")) == 0 and "Traceback" not in capsys.readouterr().err
+
+
+@no_windows
+def test_control_c_in_a_terminal(capfd):
+    """SIGINT to the program: it saves, prints the line to type, exits with 130; the line works."""
+    command = [sys.executable, train.__file__, *FLAGS, "--steps", "100000", "--name", "a"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+    ) as process:
+        deadline = time.monotonic() + 60
+        file = Path("runs/a/log.csv")
+        while not (file.exists() and file.read_bytes().count(b"\n") > 2):
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and error == ""
+    step = step_of(Path("runs/a"))
+    assert f"stopped after step {step}" in out and step >= 2
+    assert shlex.split(out.splitlines()[-1]) == ["python", "train.py", "--resume", "runs/a"]
+    resume("runs/a", "--stop_after", step + 1)
+
+
+KILLS = """
+import itertools, os, shutil, signal, sys
+import train
+
+def killed(folder, moment):
+    def hook(event, args, count=itertools.count()):
+        path = os.fsdecode(args[0]) if args and isinstance(args[0], (str, bytes)) else ""
+        path = os.path.relpath(path) if path else ""
+        if event in EVENTS and path.startswith(folder + os.sep) and path.count(os.sep) == 2:
+            if next(count) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+    EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "shutil.rmtree")
+    sys.addaudithook(hook)
+    train.draw_curves, train.Run.sample = (lambda *_: None), (lambda *_: "a sample")
+    os._exit(train.main(["--resume", folder, "--stop_after", "8"]))
+
+sys.stdout.flush()
+for moment in itertools.count():
+    folder = f"killed/{moment}"
+    shutil.copytree("runs/a", folder)
+    child = os.fork()
+    if not child:
+        killed(folder, moment)
+    if os.WIFEXITED(os.waitpid(child, 0)[1]):
+        break
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_kill_at_any_moment_leaves_a_checkpoint_that_goes_on(straight):
+    """kill -9 before each file operation of four steps and two saves, and then a resume.
+
+    From step 4 to 8 with an evaluation at 8: the log is opened, a checkpoint made, renamed and
+    named, pruned, evaluated, and the same step saved again. Each time the checkpoint that `last`
+    names loads; going on from it gives the weights and the losses of the run without a kill.
+    """
+    run("--eval_every", "4", "--stop_after", "4")
+    where = os.environ | {"PYTHONPATH": str(train.HERE)}
+    command = [sys.executable, "-c", KILLS]
+    done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    runs = sorted(Path("killed").iterdir(), key=lambda path: int(path.name))
+    assert len(runs) > 12 and step_of(runs[-1]) == 8  # the last one was not killed
+    steps = [step_of(folder) for folder in runs]
+    assert set(steps) == {4, 8}
+    for folder in runs:
+        resume(folder)
+        a, b = (load_file(checkpoint(f) / "model.safetensors") for f in (folder, straight[0]))
+        assert all(torch.equal(a[k], b[k]) for k in a), folder
+        losses = [[row for row in log(f) if "loss" in row] for f in (folder, straight[0])]
+        assert losses[0] == losses[1], folder
+
+
+def test_a_run_stopped_before_its_first_step_goes_on(monkeypatch, straight):
+    """The checkpoint of step 0 has no log yet; resumed, it gives the ten steps."""
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Run, "advance", lambda _: signal.raise_signal(signal.SIGTERM) or 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            run("--eval_every", "4")
+    assert step_of(Path("runs/a")) == 0
+    assert_same(resume(Path("runs/a")), straight[0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("steps", "11"),
+        ("learning_rate", "0.1"),
+        ("seed", "1"),
+        ("num_buckets", "128"),
+        ("hidden_size", "32"),
+        ("objective", "exact"),
+        ("model", "standard"),
+        ("tokenizer", "bpe:290"),
+        ("tokens_per_step", "128"),
+        ("precision", "fp16"),
+    ],
+)
+def test_resume_refuses_another_setting(name, value, straight, capsys):
+    """A flag that contradicts the run is refused by name, with both values."""
+    refused(capsys, "--resume", straight[0], f"--{name}", value, parts=[f"--{name}", value])
+
+
+def test_resume_refuses_other_data(straight, capsys):
+    """--data with another file is refused by name."""
+    Path("other.txt").write_text(TEXT, encoding="utf-8")
+    parts = ["--data", "'other.txt'", "'text.txt'"]
+    refused(capsys, "--resume", straight[0], "--data", "other.txt", parts=parts)
+
+
+def test_resume_accepts_the_settings_it_has(straight):
+    """The flags of the run's own command line may be typed again."""
+    folder = shutil.copytree(straight[0], "again")
+    assert train.main([*FLAGS, "--eval_every", "4", "--resume", str(folder)]) == 0
+
+
+def test_resume_refuses_changed_data_of_the_same_name(straight, capsys):
+    """Another text in the same file is refused, with both hashes."""
+    Path("text.txt").write_text(TEXT + "One line more.\n", encoding="utf-8")
+    was, now = (train.fingerprint([t]) for t in (TEXT, TEXT + "One line more.\n"))
+    refused(capsys, "--resume", straight[0], parts=["data", was, now])
+
+
+def test_resume_refuses_a_changed_vocabulary(capsys):
+    """The rank file of --tokenizer has changed meanwhile: refused as the vocabulary."""
+    mhf.Tokenizer.train(TEXT, 300).save(Path())
+    run("--tokenizer", "tokenizer.tiktoken", "--stop_after", "1")
+    mhf.Tokenizer.train(TEXT.upper(), 300).save(Path())
+    refused(capsys, "--resume", "runs/a", parts=["vocabulary"])
+
+
+def test_resume_refuses_signatures_that_this_code_does_not_make(capsys, monkeypatch):
+    """After an edit of the hash function: how many signatures differ, and what to do."""
+    run("--stop_after", "1")
+    original = mhf._hash128
+    monkeypatch.setattr(mhf, "_hash128", lambda token, seed: original(token, seed + 1))
+    capsys.readouterr()
+    assert train.main(["--resume", "runs/a"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"^train.py: .* of 300 signatures differ", error), error
+
+
+def test_resume_refuses_a_model_with_other_parts(capsys, monkeypatch):
+    """After an edit that adds a layer: the keys that do not fit are named."""
+    run("--stop_after", "1")
+    original = mhf.Block.__init__
+
+    def edited(self, config):
+        original(self, config)
+        self.another = torch.nn.Linear(2, 2)
+
+    monkeypatch.setattr(mhf.Block, "__init__", edited)
+    refused(capsys, "--resume", "runs/a", parts=["model.layers.0.another.weight is missing"])
+
+
+@pytest.mark.parametrize("which", ["nothing", "text.txt", "runs"])
+def test_resume_needs_a_run(which, capsys):
+    """A folder that is no run, a file, and a folder without one: one sentence."""
+    Path("runs").mkdir()
+    refused(capsys, "--resume", which, parts=[which])
+
+
+def test_resume_may_change_where_and_how_fast_it_runs(straight):
+    """Every flag of FREE_ON_RESUME is taken, and micro batches apart nothing changes.
+
+    --compile has its own test. With other micro batches sums are rounded otherwise: 1e-5.
+    """
+    values = dict(micro_batch=1, device="cpu", threads=1, out="x", name="y", stop_after=10)
+    given = [part for k, v in values.items() for part in (f"--{k}", v)] + ["--verbose"]
+    assert {*values, "verbose", "compile"} == train.FREE_ON_RESUME
+    folder = resume(run("--eval_every", "4", "--stop_after", "5"), *given)
+    a, b = (load_file(checkpoint(f) / "model.safetensors") for f in (folder, straight[0]))
+    assert all(torch.allclose(a[k], b[k], atol=1e-5) for k in a)
+
+
+# ---------------------------------------------------------------------------------------------
+# Checkpoints
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_best_and_the_last_checkpoint_stay(monkeypatch):
+    """Perplexities 9, 5, 7, 8 after steps 2, 4, 6, 8: `best` is 4, `last` 9, the rest is gone."""
+    numbers = iter([9.0, 5.0, 7.0, 8.0])
+    found = dict.fromkeys(train.MEASURES, 1.0)
+    monkeypatch.setattr(train, "evaluate", lambda *_: found | {"perplexity": next(numbers)})
+    folder = run("--eval_every", "2", "--stop_after", "9")
+    assert [(folder / name).read_text(encoding="utf-8") for name in ("last", "best")] == [
+        "step-9",
+        "step-4",
+    ]
+    assert {path.name for path in folder.glob("step-*")} == {"step-4", "step-9"}
+
+
+def test_the_best_is_remembered_across_a_resume(monkeypatch):
+    """Perplexity 5 at step 2, 6 at step 4 after a resume: `best` is still step 2."""
+    found = dict.fromkeys(train.MEASURES, 1.0)
+    monkeypatch.setattr(train, "evaluate", lambda *_: found | {"perplexity": 5.0})
+    folder = run("--eval_every", "2", "--stop_after", "3")
+    monkeypatch.setattr(train, "evaluate", lambda *_: found | {"perplexity": 6.0})
+    resume(folder, "--stop_after", "4")
+    assert (folder / "best").read_text(encoding="utf-8") == "step-2"
+    assert {path.name for path in folder.glob("step-*")} == {"step-2", "step-4"}
+
+
+def test_it_saves_before_it_evaluates(monkeypatch):
+    """When an evaluation fails, the checkpoint of its step is there."""
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(train, "evaluate", fail)
+    with pytest.raises(ZeroDivisionError):
+        run()
+    assert step_of(Path("runs/a")) == 5
+
+
+@no_windows
+@pytest.mark.parametrize("size", [500_000, 50_000, 20], ids=["optimizer", "weights", "log"])
+def test_a_full_disk_leaves_the_old_checkpoint(size, capsys):
+    """No file may grow beyond a size: status 1, one sentence, and step 5 is still whole.
+
+    The optimizer's state takes 0.8 MB and the weights 0.4 MB; with 20 bytes even the log is full.
+    """
+    import resource
+
+    folder, limits = run("--stop_after", "5"), resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            return train.main(["--resume", str(folder), "--stop_after", "7"])
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    sentence(capsys, 1, limited)
+    assert step_of(folder) == 5 and not [*folder.glob("*.tmp")]
+    resume(folder)
+    assert step_of(folder) == 10
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), RuntimeError("PytorchStreamWriter failed writing")],
+    ids=["OSError", "RuntimeError"],
+)
+def test_a_failed_save_names_the_checkpoint_that_is_whole(error, capsys, monkeypatch):
+    """Both errors that PyTorch has for a full disk: the sentence names step 5 and --resume."""
+    folder = run("--stop_after", "5")
+
+    def fail(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", fail)
+        command = functools.partial(train.main, ["--resume", "runs/a", "--stop_after", "7"])
+        sentence(capsys, 1, command, "step 7", "runs/a/step-5", "--resume")
+    assert step_of(folder) == 5 and {p.name for p in folder.glob("step-*")} == {"step-5"}
+
+
+def test_an_output_folder_that_cannot_be_written(capsys):
+    """--out below a regular file: one sentence, exit 2."""
+    refused(capsys, *FLAGS, "--out", "text.txt", parts=["--out", "text.txt"])
+    refused(capsys, *FLAGS, "--out", "text.txt/below", parts=["--out", "text.txt/below"])
+
+
+# ---------------------------------------------------------------------------------------------
+# Steps
+# ---------------------------------------------------------------------------------------------
+
+
+def tiny(model="mhf", unused=0, scale=8.0, **overrides):
+    """A model whose softmax is not flat, its tokens, and the number of bytes of each."""
+    tokens = [b"%x" % i for i in range(40)]
+    sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16)
+    sizes |= dict(num_hashes=3, num_buckets=12, bottle_neck_dim=4, max_position_embeddings=8)
+    config = mhf.Config(vocab_size=40 + unused, model=model, **sizes | overrides)
+    torch.manual_seed(0)
+    if model == "standard":
+        made = mhf.Transformer(config)
+    else:
+        table = mhf.SignatureTable(3, 12)
+        table.extend(tokens + [None] * unused, pad_id=0)
+        made = mhf.MultiHashFormer(config, table)
+    with torch.no_grad():
+        for p in made.parameters():
+            p.mul_(scale if p.dim() > 1 else 1.0)
+    return made.eval(), torch.tensor([len(t) for t in tokens] + [0] * unused)
+
+
+@pytest.mark.parametrize("objective", mhf.OBJECTIVES)
+def test_micro_batches_give_the_same_gradients(objective):
+    """1, 3 and all of 7 sequences at a time: loss and gradients within 1e-5 of the largest.
+
+    The sums are rounded in another order; float32 has 7 digits and a sum of 56 terms loses one.
+    """
+    model, _ = tiny()
+    x, y = torch.randint(40, (2, 7, 8), generator=torch.Generator().manual_seed(1))
+    results = []
+    for micro in (1, 3, 7):
+        model.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        value = train.accumulate(model.loss, x, y, objective, micro, contextlib.nullcontext, scaler)
+        results.append((value, [p.grad.clone() for p in model.parameters()]))
+    for value, grads in results[:2]:
+        assert value == pytest.approx(results[2][0], rel=1e-5)
+        for a, b in zip(grads, results[2][1]):
+            assert (a - b).abs().max() <= 1e-5 * b.abs().max()
+    assert results[2][0] == pytest.approx(model.loss(x, y, objective).item(), rel=1e-5)
+
+
+def test_the_micro_batch_by_default_divides_the_step():
+    """On a CPU about 1,024 tokens at a time, never more than the step has, never 0 sequences."""
+    sizes = [(2, 32), (8, 256), (4, 2048)]
+    expected = []
+    for rows, T in sizes:
+        flags = ["--max_position_embeddings", str(T), "--tokens_per_step", str(rows * T)]
+        settings, overrides = train.settings_of(train.parse([*FLAGS, *flags]))
+        config = mhf.Config.preset("tiny", vocab_size=300, **overrides)
+        tokenizer = mhf.Tokenizer.train(TEXT, 300)
+        corpus = train.Corpus("", "", tokenizer, "", None, None)
+        expected.append(train.Run(settings, config, corpus, None).micro)
+    assert expected == [2, 4, 1]
+
+
+def test_weight_decay_is_for_matrices_only():
+    """A step with zero gradients shrinks matrices and the table by lr · decay, and nothing else."""
+    model, _ = tiny()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(1.0)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = train.make_optimizer(model, train.Settings(weight_decay=0.5), CPU)
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        matrix = name.endswith("weight") and "norm" not in name
+        torch.testing.assert_close(p.detach(), before[name] * (0.95 if matrix else 1.0))
+
+
+def test_the_learning_rate_rises_and_falls():
+    """Linear to the peak in 5% of the steps, half-way of the cosine in the middle, a tenth last."""
+    settings = train.Settings(steps=200, learning_rate=1.0)
+    rates = [train.learning_rate(step, settings) for step in range(1, 201)]
+    assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
+    assert rates[104] == pytest.approx(0.55)  # step 105: the middle of 10 to 200
+    assert rates[57] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 48 / 190)) / 2)
+    assert rates[-1] == pytest.approx(0.1)
+    assert sorted(rates[9:], reverse=True) == rates[9:]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_the_learning_rate_of_very_short_runs(steps):
+    """Even a run of one step has a positive rate, at most the peak."""
+    settings = train.Settings(steps=steps, learning_rate=1.0)
+    rates = [train.learning_rate(step, settings) for step in range(1, steps + 1)]
+    assert rates[0] == 1.0 and all(0 < rate <= 1 for rate in rates)
+
+
+@pytest.mark.parametrize(
+    ("model", "objective"), [("standard", "exact"), *(("mhf", name) for name in mhf.OBJECTIVES)]
+)
+def test_the_first_loss_is_that_of_chance(model, objective, monkeypatch):
+    """H ln B, ln V or ln V + λ ln B, within 3%: logits have variance 0.02² · D, not 0."""
+    rows = log(run("--model", model, "--objective", objective, "--stop_after", "1"))
+    config = mhf.load("runs/a").config
+    expected = {
+        "standard": math.log(300),
+        "independent": 4 * math.log(256),
+        "exact": math.log(300),
+        "joint": math.log(300) + 0.25 * math.log(256),
+    }[model if model == "standard" else objective]
+    assert train.chance_loss(config) == pytest.approx(expected, rel=1e-9)
+    assert rows[0]["loss"] == pytest.approx(expected, rel=0.03)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(capsys, monkeypatch):
+    """At step 7: status 1, one sentence with the step and the checkpoint of step 5."""
+    original, calls = mhf.MultiHashFormer.loss, []
+
+    def loss(*arguments):
+        calls.append(1)
+        return original(*arguments) * (math.nan if len(calls) == 7 else 1)
+
+    monkeypatch.setattr(mhf.MultiHashFormer, "loss", loss)
+    command = functools.partial(train.main, [*FLAGS, "--name", "a"])
+    sentence(capsys, 1, command, "step 7", "nan", "runs/a/step-5")
+    assert step_of(Path("runs/a")) == 5
+    assert not any(math.isnan(x) for x in flat([list(row.values()) for row in log("runs/a")]))
+
+
+@pytest.mark.parametrize(("rows", "advice"), [(8, "--micro_batch 4"), (1, "--preset")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nMore lines."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."),
+    ],
+    ids=["gpu", "cpu"],
+)
+def test_out_of_memory_is_one_sentence(error, rows, advice, capsys, monkeypatch):
+    """Used, total and the next smaller --micro_batch (of one sequence: a smaller model); status 1."""
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(mhf.MultiHashFormer, "loss", fail)
+    flags = [*FLAGS, "--tokens_per_step", str(32 * rows)]
+    found = sentence(capsys, 1, lambda: train.main(flags), f"{rows} sequences", advice)
+    used, total = map(float, re.search(r"([\d.]+) GiB used of ([\d.]+)", found).groups())
+    assert 0 < used < total
+
+
+def test_other_errors_are_not_called_out_of_memory(monkeypatch):
+    """A RuntimeError of another kind, a bug in an edit, keeps its traceback."""
+
+    def fail(*_):
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+    monkeypatch.setattr(mhf.MultiHashFormer, "loss", fail)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        train.main(FLAGS)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_compiled_checkpoints_have_the_same_keys_and_losses(straight, monkeypatch):
+    """--compile leaves no `_orig_mod.` in a key and computes the same losses.
+
+    The graph is captured as usual and run without code generation, which takes a minute and a C++
+    compiler; so the losses are equal within rounding, 1e-5.
+    """
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    folder = run("--eval_every", "4", "--compile", "--stop_after", "3")
+    keys = [load_file(checkpoint(f) / "model.safetensors").keys() for f in (folder, straight[0])]
+    assert keys[0] == keys[1]
+    losses = [[row["loss"] for row in log(f)[:3]] for f in (folder, straight[0])]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------
+# Device and precision
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "expected"),
+    [
+        ("cuda", (7, 0), "fp16"),
+        ("cuda", (7, 5), "fp16"),
+        ("cuda", (8, 0), "bf16"),
+        ("cuda", (8, 9), "bf16"),
+        ("cuda", (10, 0), "bf16"),
+        ("cpu", None, "fp32"),
+        ("mps", None, "fp32"),
+    ],
+)
+def test_precision_goes_by_the_hardware(device, capability, expected):
+    """A T4 (7.5), which only emulates bf16, gets fp16; 8.0 and later bf16; others float32."""
+    found, reason = train.choose_precision("auto", torch.device(device), capability)
+    assert found == expected and reason
+    if capability:
+        assert "{}.{}".format(*capability) in reason
+
+
+def test_precision_can_be_set():
+    """--precision wins over the hardware."""
+    for name in ("fp32", "bf16", "fp16"):
+        assert train.choose_precision(name, torch.device("cuda"), (7, 5))[0] == name
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_lower_precision_trains_on_a_cpu(precision, straight):
+    """The losses of ten steps are those of float32 within 1%, three digits of bf16."""
+    losses = [
+        [row["loss"] for row in log(folder) if "loss" in row]
+        for folder in (run("--precision", precision, "--eval_every", "20"), straight[0])
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=0.01)
+
+
+@pytest.fixture
+def large_scale(monkeypatch):
+    """A loss scale so large that the first steps in fp16 overflow."""
+    scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**SCALE)
+    monkeypatch.setattr(torch.amp, "GradScaler", scaler)
+
+
+SCALE = 22
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_skipped_steps_are_counted(large_scale):
+    """A step that overflows halves the scale, is counted, and is none of AdamW's updates."""
+    folder = run("--precision", "fp16", "--stop_after", "9")
+    skipped = [row["skipped_steps"] for row in log(folder) if "loss" in row]
+    state = training_state(checkpoint(folder))
+    assert 2 < skipped[-1] < 8 and skipped[0] == 1 and sorted(skipped) == skipped
+    assert state["scaler"]["scale"] == 2.0 ** (SCALE - skipped[-1])
+    assert {s["step"].item() for s in state["optimizer"]["state"].values()} == {9 - skipped[-1]}
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_skipped_steps_leave_weights_alone(large_scale):
+    """After a first step that overflows the weights are those of the start, bit for bit."""
+    folder = run("--precision", "fp16", "--stop_after", "1")
+    model = mhf.load(folder)
+    torch.manual_seed(1337)
+    start = train.build_model(model.config, mhf.Tokenizer.load(checkpoint(folder)))
+    a, b = model.state_dict(), start.state_dict()
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("stop", ["2", "7"])
+def test_the_loss_scale_is_restored(stop, large_scale):
+    """In fp16, stopped amid the overflows or after them, two pieces equal one, scale and all."""
+    whole = run("--precision", "fp16", "--name", "whole")
+    whole = Path("runs/whole")
+    run("--precision", "fp16", "--stop_after", stop)
+    assert_same(resume(Path("runs/a")), whole)
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize(("first", "second"), [("fp32", "fp16"), ("fp16", "fp32")])
+def test_a_run_goes_on_where_another_precision_is_chosen(first, second, monkeypatch):
+    """With --precision auto a run may move from a CPU to a T4 and back."""
+    monkeypatch.setattr(train, "choose_precision", lambda *_: (first, "for a test"))
+    folder = run("--stop_after", "2")
+    monkeypatch.setattr(train, "choose_precision", lambda *_: (second, "for a test"))
+    resume(folder, "--stop_after", "3")
+    assert step_of(folder) == 3
+
+
+# ---------------------------------------------------------------------------------------------
+# Evaluation
+# ---------------------------------------------------------------------------------------------
+
+
+def drawn_exactly(tau, rows=(range(1, 9), (5, 1, 1, 30, 2, 2, 7, 3))):
+    """Scores τ · log p and targets that have the frequencies p exactly."""
+    scores, targets = [], []
+    for counts in rows:
+        counts = torch.tensor(list(counts))
+        targets.append(torch.repeat_interleave(torch.arange(len(counts)), counts))
+        scores.append((tau * counts.log()).expand(int(counts.sum()), -1))
+    return torch.cat(scores), torch.cat(targets)
+
+
+@pytest.mark.parametrize("tau", [0.05, 0.3, 1.0, 2.7, 30.0])
+def test_calibration_recovers_a_known_temperature(tau):
+    """Scores are τ times the log probabilities of the targets: τ comes out, to 4 digits.
+
+    Newton's method stops at steps of 1e-5.
+    """
+    scores, targets = drawn_exactly(tau)
+    assert train.fit_calibration(scores, targets) == pytest.approx(tau, rel=1e-4)
+
+
+def test_calibration_is_where_the_loss_is_flat():
+    """At the τ found for random scores the loss has no slope, and more on both sides.
+
+    The slope in ln τ is 1e-4 at most where the curvature is about 1: Newton's last step is 1e-5.
+    """
+    generator = torch.Generator().manual_seed(0)
+    scores = 5 * torch.randn(400, 30, generator=generator)
+    targets = (scores / 3).softmax(-1).multinomial(1, generator=generator)[:, 0]
+    log_tau = torch.tensor(train.fit_calibration(scores, targets)).log().requires_grad_()
+    F.cross_entropy(scores / log_tau.exp(), targets).backward()
+    assert abs(log_tau.grad) < 1e-4
+    loss = [F.cross_entropy(scores / (log_tau + d).exp(), targets) for d in (-0.05, 0, 0.05)]
+    assert loss[1] < loss[0] and loss[1] < loss[2]
+
+
+def test_calibration_with_ids_that_no_token_uses():
+    """Columns of −inf, among them in front, change nothing."""
+    scores, targets = drawn_exactly(2.0)
+    hole = torch.full((len(scores), 2), -math.inf)
+    found = train.fit_calibration(torch.cat((hole, scores, hole), 1), targets + 2)
+    assert found == pytest.approx(2.0, rel=1e-4)
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_calibration_of_a_certain_model_stays_finite(right):
+    """Always right, or always wrong: τ is the least or the largest, 1e-3 or 1e3, not 0 or inf."""
+    scores = torch.zeros(20, 5)
+    scores[:, 0] = 3.0
+    targets = torch.zeros(20, dtype=torch.long) if right else 1 + torch.arange(20) % 4
+    found = train.fit_calibration(scores, targets)
+    assert found == pytest.approx(1e-3 if right else 1e3, rel=1e-3) or 0 < found < 0.2 * right
+
+
+def by_hand(model, ids, count):
+    """The windows of evaluate(), spread evenly from the first to the last that fits."""
+    T = model.config.max_position_embeddings
+    starts = [int(i * (len(ids) - 1 - T) / (count - 1)) for i in range(count)]
+    rows = torch.tensor([ids[s : s + T + 1].tolist() for s in starts])
+    return rows[:, :-1], rows[:, 1:]
+
+
+CASES = [("mhf", "independent", 0), ("mhf", "joint", 3), ("mhf", "exact", 0)]
+
+
+@pytest.mark.parametrize(("kind", "objective", "unused"), [*CASES, ("standard", "exact", 0)])
+@torch.no_grad()
+def test_evaluation_equals_a_direct_computation(kind, objective, unused):
+    """Its numbers are those of model.log_probs, model.loss and enumerated signatures, to 5 digits.
+
+    On every other window, with τ fitted to the rest; float32 sums in another order.
+    """
+    model, sizes = tiny(kind, unused, objective=objective)
+    ids = np.random.default_rng(0).integers(0, 40, 301).astype(np.uint16)
+    found = train.evaluate(model, ids, sizes, contextlib.nullcontext, max_tokens=11 * 8 + 5)
+    x, y = by_hand(model, ids, 11)
+    fitted = torch.stack([model.log_probs(x[::2]).gather(-1, y[::2].unsqueeze(-1))])
+    assert torch.isfinite(fitted).all()
+    scores, targets = model.log_probs(x[::2]).flatten(0, 1), y[::2].flatten()  # at τ = 1
+    tau = train.fit_calibration(scores, targets)
+    model.config.calibration = tau
+    x, y = x[1::2], y[1::2]
+    log_p = model.log_probs(x)
+    nll = -log_p.gather(-1, y.unsqueeze(-1)).double().sum().item()
+    expected = {
+        "val_objective": model.loss(x, y, objective).item(),
+        "perplexity": math.exp(nll / y.numel()),
+        "tau": tau,
+        "top1": (log_p.argmax(-1) == y).double().mean().item(),
+        "valid_mass": math.nan,
+        "bits_per_byte": nll / math.log(2) / sum(len(b"%x" % i) for i in y.flatten().tolist()),
+    }
+    if kind == "mhf":
+        log_buckets = model.head_logits(x).log_softmax(-1)  # (N, T, H, B)
+        mass = sum(
+            log_buckets[:, :, [0, 1, 2], list(signature)].sum(-1).exp()
+            for signature in {tuple(row) for row in model.signatures.ids[:40].tolist()}
+        )
+        expected["valid_mass"] = mass.mean().item()
+    assert found == pytest.approx(expected, rel=1e-5, nan_ok=True)
+    assert expected["perplexity"] > 5
+
+
+def test_evaluation_of_everything_takes_every_token():
+    """Without a limit the windows lie side by side: as many as fit, the last at the end."""
+    model, sizes = tiny()
+    seen = []
+    ids = np.arange(8 * 5 + 1) % 40
+    original = model.forward
+    model.forward = lambda x: seen.append(x) or original(x)
+    train.evaluate(model, ids, sizes, contextlib.nullcontext)
+    assert sorted(torch.cat(seen).flatten().tolist()) == sorted(ids[:-1].tolist())
+
+
+def test_evaluation_in_parts_equals_the_run(straight):
+    """A checkpoint, loaded, measures on the held-out text what the run printed at its end."""
+    folder, _ = straight
+    model = mhf.load(folder)
+    found = json.loads((folder / "run.json").read_text(encoding="utf-8"))["final"]
+    corpus = train.prepare(train.Settings(data=["text.txt"], tokenizer="bpe:300"))
+    sizes = torch.tensor([len(token) for token in corpus.tokenizer.all_bytes()])
+    again = train.evaluate(model, corpus.held_out, sizes, contextlib.nullcontext)
+    assert again == pytest.approx(found, rel=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------
+# Comparison
+# ---------------------------------------------------------------------------------------------
+
+
+def test_compare_shows_what_differs(straight, tmp_path, capsys, monkeypatch):
+    """Settings that differ, the results of each, the difference of the source, and a picture."""
+    monkeypatch.undo()  # curves are drawn here
+    monkeypatch.chdir(tmp_path)
+    one = shutil.copytree(straight[0], tmp_path / "one")
+    two, _ = finished_run(tmp_path, "--objective", "exact", "--learning_rate", "0.001")
+    two = shutil.move(two, tmp_path / "two")
+    source = (two / "mhf.py").read_text(encoding="utf-8").replace("x = self.norm(x)", "x = x  # !")
+    (two / "mhf.py").write_text(source, encoding="utf-8")
+    assert train.main(["--compare", "one", "two"]) == 0
+    out = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in out.splitlines() if line.strip()}
+    assert rows["objective"] == ["independent", "exact"]
+    assert rows["learning_rate"] == ["0.002", "0.001"] and rows["eval_every"] == ["4", "5"]
+    assert "hidden_size" not in rows and "seed" not in rows
+    for folder, column in ((one, 0), (two, 1)):
+        final = json.loads((folder / "run.json").read_text(encoding="utf-8"))["final"]
+        for name in train.MEASURES:
+            assert float(rows[name][column]) == pytest.approx(final[name], rel=1e-5)
+    assert "they differ" in out and "+        x = x  # !" in out
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG\r\n")
+
+
+def test_compare_of_runs_with_the_same_source(straight, capsys):
+    """Nothing differs: no setting is listed and the sources are called the same."""
+    shutil.copytree(straight[0], "one")
+    shutil.copytree(straight[0], "two")
+    assert train.main(["--compare", "one", "two"]) == 0
+    out = capsys.readouterr().out
+    assert "the same" in out and "learning_rate" not in out
+
+
+def test_compare_needs_runs(straight, capsys):
+    """A folder that is no run is named."""
+    refused(capsys, "--compare", straight[0], "nowhere", parts=["nowhere"])
+
+
+# ---------------------------------------------------------------------------------------------
+# Command line
+# ---------------------------------------------------------------------------------------------
+
+MISTAKES = [
+    ("--preset huge", ["huge", "tiny", "small"]),
+    ("--tokenizer nothing", ["nothing", "gpt2"]),
+    ("--tokenizer bpe:x", ["bpe:x"]),
+    ("--device nothing", ["nothing"]),
+    ("--device meta", ["meta"]),
+    ("--precision fp8", ["fp8", "bf16"]),
+    ("--num_buckets 1", ["num_buckets", "1"]),
+    ("--num_hashes 0", ["num_hashes", "0"]),
+    ("--num_lsh 5", ["num_lsh", "5", "4"]),
+    ("--hidden_size 65", ["hidden_size", "65", "2"]),
+    ("--head_dim 5", ["head_dim", "5"]),
+    ("--num_attention_heads 4 --num_key_value_heads 3", ["num_key_value_heads", "4", "3"]),
+    ("--num_hashes 2 --num_buckets 8", ["300 tokens", "50 signatures"]),
+    ("--vocab_size 200", ["vocab_size", "200", "300"]),
+    ("--calibration 0", ["calibration", "0.0"]),
+    ("--extra_layers -1", ["num_hidden_layers", "0"]),
+    ("--steps 0", ["--steps", "0"]),
+    ("--tokens_per_step 65", ["--tokens_per_step", "65", "32"]),
+    ("--tokens_per_step 0", ["--tokens_per_step", "0"]),
+    ("--micro_batch 0", ["--micro_batch", "0"]),
+    ("--eval_every 0", ["--eval_every", "0"]),
+    ("--eval_tokens 0", ["--eval_tokens", "0"]),
+    ("--threads 0", ["--threads", "0"]),
+    ("--stop_after 0", ["--stop_after", "0"]),
+    ("--learning_rate 0", ["--learning_rate", "0.0"]),
+    ("--learning_rate nan", ["--learning_rate", "nan"]),
+    ("--grad_clip -1", ["--grad_clip", "-1.0"]),
+    ("--beta2 1.5", ["1.5"]),
+    ("--seed -1", ["--seed", "-1"]),
+    ("--max_position_embeddings 4096 --tokens_per_step 4096", ["held-out", "4096"]),
+]
+
+
+@pytest.mark.parametrize(("flags", "parts"), MISTAKES, ids=[flags for flags, _ in MISTAKES])
+def test_a_wrong_setting_is_one_sentence(flags, parts, capsys):
+    """Exit 2, one sentence with the name and the value, no traceback, and no folder of a run."""
+    refused(capsys, *FLAGS, *flags.split(), parts=parts)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+@pytest.mark.parametrize("name", ["cuda", "cuda:3"])
+def test_cuda_where_there_is_none(name, capsys):
+    """--device cuda on a machine without: exit 2, and what to use instead."""
+    refused(capsys, *FLAGS, "--device", name, parts=[f"--device {name}", "--device auto"])
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--nothing 1", "--steps many", "--model gpt", "--objective best", "--step 3", "--extra 1"],
+)
+def test_a_flag_that_argparse_refuses(flags, capsys):
+    """Unknown, abbreviated and mistyped flags: exit 2, the last line names the flag."""
+    with pytest.raises(SystemExit) as stopped:
+        train.main(flags.split())
+    assert stopped.value.code == 2
+    assert flags.split()[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_help_names_every_setting(capsys, monkeypatch):
+    """Every field of Config but `extra`, and of Settings, is a flag; help needs no data, no cache."""
+    monkeypatch.setattr(train, "prepare", None)
+    monkeypatch.setattr(train, "choose_device", None)
+    with pytest.raises(SystemExit) as stopped:
+        train.main(["--help"])
+    words = set(re.findall(r"--\w+", capsys.readouterr().out))
+    names = [f.name for f in (*fields(mhf.Config), *fields(train.Settings)) if f.name != "extra"]
+    assert stopped.value.code == 0
+    assert words == {f"--{name}" for name in (*names, "resume", "compare", "prepare", "help")}
+
+
+def test_every_flag_reaches_its_field():
+    """A value given for a field arrives in the configuration or the settings, with its type."""
+    argv, expected = [], {}
+    for f in fields(mhf.Config):
+        if f.name not in ("extra", "model", "objective"):
+            kind = next(t for t in (int, float, str) if str(t.__name__) in str(f.type))
+            expected[f.name] = kind(3)
+            argv += [f"--{f.name}", "3"]
+    assert {k: v for k, v in train.parse(argv).items()} == expected
+
+
+def test_output_that_is_not_utf8_does_not_end_a_run(monkeypatch):
+    """On a terminal or pipe that knows ASCII only, τ and × do not end the training."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    run("--stop_after", "5")
+    stream.flush()
+    assert b"parameters" in stream.buffer.getvalue()
+
+
+def test_the_presets_have_training_defaults():
+    """Every preset of mhf.py has its steps, batch and rate here, whole contexts long."""
+    assert train.TRAINING.keys() == mhf.PRESETS.keys()
+    for name in mhf.PRESETS:
+        settings, _ = train.settings_of({"preset": name, "device": "cpu"})
+        length = mhf.Config.preset(name).max_position_embeddings
+        assert settings.tokens_per_step % length == 0 and settings.eval_every <= settings.steps
+
+
+def test_the_preset_goes_by_the_device(monkeypatch):
+    """auto is tiny on a CPU and small on a GPU."""
+    for device, expected in (("cpu", "tiny"), ("cuda", "small"), ("mps", "small")):
+        monkeypatch.setattr(train, "choose_device", lambda _, d=device: (torch.device(d), ""))
+        assert train.settings_of({})[0].preset == expected
