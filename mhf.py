@@ -1152,7 +1152,7 @@ def _explain_cascade(model, h, top_k, force, result):
 # ---------------------------------------------------------------------------------------------
 
 _PAPER = dict(num_buckets=16384, vocab_size=32768, max_position_embeddings=2048)  # H4B16K
-_OURS = dict(adapter_init="identity", table_initializer_range=0.08, objective="joint")
+_OURS = dict(adapter_init="identity", table_initializer_range=0.08, objective="exact")
 
 PRESETS = {  # tiny and small are ours; the paper's H3B10K is num_hashes 3, num_buckets 10624
     "tiny": dict(num_hidden_layers=4, **_OURS),
