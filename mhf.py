@@ -87,6 +87,8 @@ class Config:
         lowest = {"num_buckets": 2, "num_lsh": 0, "pad_token_id": 0, "head_dim": 2}
         for f in fields(self):
             value, low = getattr(self, f.name), lowest.get(f.name, 1)
+            if value is None and f.type in (int, float):
+                raise ValueError(f"{f.name} must be a number, not None")
             whole = type(value) is int and value >= low
             if f.type in (int, int | None) and value is not None and not whole:
                 raise ValueError(f"{f.name} must be a whole number ≥ {low}, not {value!r}")
@@ -158,7 +160,7 @@ class Config:
         exact = given.pop("use_conditional_prob", False)
         given.setdefault("objective", "exact" if exact else "independent")
         given.pop("layer_types", None)
-        known = {f.name for f in fields(cls)} & given.keys()
+        known = {f.name for f in fields(cls)} - {"extra"} & given.keys()
         extra = {k: v for k, v in given.items() if k not in known}
         return cls(**{k: given[k] for k in known}, extra=extra)
 
@@ -244,6 +246,8 @@ class SignatureTable:
                 f"{self.num_buckets} make {capacity} signatures; one of them must be larger"
             )
         local = _lsh_ids(tokens, self.num_lsh, self.num_buckets)
+        if len(tokens) > 1:
+            _lsh_projections.cache_clear()  # hundreds of megabytes
         try:
             for token_id, token in enumerate(tokens, start):
                 self._register(token_id, token, token_id == pad_id, local[token_id - start])
@@ -339,6 +343,7 @@ class SignatureTable:
                 f"ids must be (V, H) and not negative, not of shape {tuple(ids.shape)}"
             )
         table = cls(ids.shape[1], num_buckets or max(2, int(ids.max()) + 1), allow_collisions=True)
+        table.allow_collisions = table.num_hashes == 1
         table.pad_id, table.from_checkpoint = pad_id, True
         table.tokens, table._flat = [None] * len(ids), array("i", ids.flatten().tolist())
         for token_id, signature in enumerate(ids.tolist()):
@@ -401,18 +406,21 @@ def _lsh_ids(tokens, num_lsh, num_buckets):
     its code; its bucket is the nearest of B−1 random directions. Two platforms may draw different
     matrices, so the ids in a checkpoint win over ids made anew.
     """
-    if not num_lsh:
+    if not num_lsh or not tokens:
         return [[]] * len(tokens)
     P1, P2 = _lsh_projections(num_lsh, num_buckets)
-    ids = []
+    codes = []
     for token in tokens:
         text = (token or b"").decode("utf-8", errors="backslashreplace")
         grams = Counter([text[i : i + 3] for i in range(len(text) - 2)] or [text])
         rows = [[_hash128(g.encode(), j) % 16000 for g in grams] for j in range(num_lsh)]
         counts = torch.tensor(list(grams.values()), dtype=torch.float32)  # (grams,)
         total = torch.stack([counts @ P1[rows[j], j] for j in range(num_lsh)])  # (num_lsh, 512)
-        code = torch.where(total >= 0, 1.0, -1.0).flatten() / 512**0.5  # (512·num_lsh,)
-        ids.append((1 + torch.einsum("v,vjb->jb", code, P2).argmax(-1)).tolist())
+        codes.append(torch.where(total >= 0, 1.0, -1.0).flatten() / 512**0.5)  # (512·num_lsh,)
+    ids = []
+    for part in torch.stack(codes).split(256):
+        nearest = torch.einsum("nv,vjb->njb", part, P2).argmax(-1)  # (256, num_lsh)
+        ids += (1 + nearest).tolist()
     return ids
 
 
@@ -423,6 +431,12 @@ def _lsh_ids(tokens, num_lsh, num_buckets):
 
 class Tokenizer:
     """A byte-level BPE in tiktoken's hands. Special tokens are never read out of a text."""
+
+    # How GPT-4 cuts a text into words, before merges.
+    PATTERN = (
+        r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"
+        r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+    )
 
     def __init__(self, name, pattern, ranks, special):
         if missing := 256 - sum(len(token) == 1 for token in ranks):
@@ -454,11 +468,12 @@ class Tokenizer:
         if vocab_size < 257:
             raise ValueError(f"a byte-level BPE has at least 257 tokens, not {vocab_size}")
         bpe = rustbpe.Tokenizer()
-        bpe.train_from_iterator([text] if isinstance(text, str) else text, vocab_size - 1)
+        texts = [text] if isinstance(text, str) else text
+        bpe.train_from_iterator(texts, vocab_size - 1, pattern=cls.PATTERN)
         ranks = {bytes(token): rank for token, rank in bpe.get_mergeable_ranks()}
         if (size := len(ranks) + 1) < vocab_size:
             raise ValueError(f"the text is too small for {vocab_size} tokens; it gives {size}")
-        return cls(f"bpe-{size}", bpe.get_pattern(), ranks, {"<|endoftext|>": len(ranks)})
+        return cls(f"bpe-{size}", cls.PATTERN, ranks, {"<|endoftext|>": len(ranks)})
 
     def save(self, folder):
         """Write `tokenizer.tiktoken` (ranks, in tiktoken's format) and `tokenizer_meta.json`."""
@@ -488,8 +503,7 @@ class Tokenizer:
             name, special, pattern = meta["name"], meta["special"], meta.get("pattern")
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file} is not a tokenizer in tiktoken's format: {error}") from None
-        pattern = pattern or Tokenizer.train("", 257).encoding._pat_str
-        return cls(name, pattern, ranks, special)
+        return cls(name, pattern or cls.PATTERN, ranks, special)
 
     def __len__(self):
         return self.encoding.n_vocab
@@ -531,7 +545,7 @@ class GatedEmbedding(nn.Module):
     def forward(self, e):
         """e (..., H, D), the rows of a signature -> input vectors (..., D) and gate (..., H)."""
         gate = self.scorer(e).float().softmax(-2).to(e.dtype)  # (..., H, 1)
-        x = self.output_proj((gate * e).sum(-2))  # (..., D)
+        x = self.output_proj((gate * e).sum(-2)).to(e.dtype)  # (..., D)
         return x, gate.squeeze(-1)
 
 
@@ -562,17 +576,16 @@ class Attention(nn.Module):
     def forward(self, x, cos, sin, cache=None, layer=0):
         N, T, _ = x.shape
         C = self.q_norm.weight.numel()
-        q = self.q_norm(self.q_proj(x).view(N, T, -1, C)).transpose(1, 2)  # (N, A, T, C)
-        k = self.k_norm(self.k_proj(x).view(N, T, -1, C)).transpose(1, 2)  # (N, K, T, C)
+        q, k = (p(x).view(N, T, -1, C).to(x.dtype) for p in (self.q_proj, self.k_proj))
+        q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)  # (N, A or K, T, C)
         v = self.v_proj(x).view(N, T, -1, C).transpose(1, 2)  # (N, K, T, C)
         q, k, mask = rotate(q, cos, sin), rotate(k, cos, sin), None
         if cache is not None:
             k, v, mask = cache.update(
                 layer, k, v
             )  # (N, K, all so far, C), mask (N, 1, T, all so far)
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=cache is None, enable_gqa=True
-        )  # (N, A, T, C)
+        how = {"attn_mask": mask, "is_causal": cache is None, "enable_gqa": True}
+        y = F.scaled_dot_product_attention(q, k, v, **how)  # (N, A, T, C)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (N, T, D)
 
 
@@ -624,13 +637,8 @@ class Backbone(nn.Module):
             raise ValueError(
                 f"{x.shape[1]} positions exceed max_position_embeddings {self.window}; give fewer"
             )
-        if cache is None:
-            cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]  # (T, C)
-        else:
-            cos, sin = (
-                t[cache.positions].unsqueeze(1) for t in (self.cos, self.sin)
-            )  # (N, 1, T, C)
-        cos, sin, outputs = cos.to(x.dtype), sin.to(x.dtype), []
+        at, outputs = slice(x.shape[1]) if cache is None else cache.positions.unsqueeze(1), []
+        cos, sin = self.cos[at].to(x.dtype), self.sin[at].to(x.dtype)  # (T, C) or (N, 1, T, C)
         for i, layer in enumerate(self.layers):
             x = layer(x, cos, sin, cache, i)  # (N, T, D)
             outputs.append(x)
@@ -698,6 +706,7 @@ class LanguageModel(nn.Module):
         ids, targets (N, T); targets are shifted already; −100 is not counted, the pad token is.
         independent (the paper): −score = −Σ_j log p_j; exact: −log of the renormalised
         probability; joint: exact + joint_weight · independent / H. All one for Transformer.
+        A target must be a token that is assigned: others have no probability to learn.
         """
         if objective not in OBJECTIVES:
             raise ValueError(f"objective is one of {', '.join(OBJECTIVES)}, not {objective!r}")
@@ -714,7 +723,7 @@ class LanguageModel(nn.Module):
 
     @torch.no_grad()
     def top_tokens(self, ids, k):
-        """The k best next tokens: (log_probs, ids), each (N, T, k); no (N, T, V) tensor is made."""
+        """The k best next tokens: (log_probs, ids), each (N, T, k), from 2^25 scores at a time."""
         chunk, k = max(1, 2**25 // self.config.vocab_size), min(k, self.config.vocab_size)
         parts = [
             (self.token_scores(h) / self.config.calibration).log_softmax(-1).topk(k)
@@ -757,18 +766,12 @@ class LanguageModel(nn.Module):
         return _count(self)
 
     def save_pretrained(self, folder, dtype=None):
-        """Write the checkpoint into a folder; dtype (None: as they are) is that of the parameters.
-
-        Files are replaced when they are complete: saving over the loaded checkpoint is safe.
-        """
+        """Write a checkpoint whose parameters are of `dtype` (None: as they are) into a folder."""
         _save(self, Path(folder), dtype)
 
     @classmethod
     def from_pretrained(cls, folder, revision=None):
-        """The model, in float32, of a checkpoint folder, a run folder or a Hugging Face hub id.
-
-        Raises ValueError if its files, keys or shapes are not this model's.
-        """
+        """From a checkpoint or run folder or a Hugging Face hub id, in float32; else ValueError."""
         return _load(folder, revision, cls)
 
 
@@ -988,7 +991,7 @@ def _checked_sampling(temperature, top_k, top_p):
 
 def _sample(logits, temperature, top_k, top_p, generator):
     """One id (N,) from every row of logits (N, V)."""
-    if temperature == 0:
+    if temperature < 1e-6:  # 0 is greedy, and float32 could not divide by less
         return logits.argmax(-1)
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # (N, V)
     if top_k is None and top_p is None:
@@ -1075,9 +1078,10 @@ def _explain(model, ids, position, top_k, force):
     if config.model == "mhf":
         log_buckets, scores = _explain_cascade(model, h, top_k, force, result)
         rows = model.model.embed_tokens(model.rows[ids[0]])  # (T, H, D)
-        gate, gate_scores = model.model.combiner(rows)[1], model.model.combiner.scorer(rows)[..., 0]
+        gate, scorer = model.model.combiner(rows)[1], getattr(model.model.combiner, "scorer", None)
         for t, entry in enumerate(result["tokens"]):
-            entry |= {"gate": gate[t].tolist(), "gate_scores": gate_scores[t].tolist()}
+            entry["gate"] = gate[t].tolist()
+            entry["gate_scores"] = scorer and scorer(rows[t])[:, 0].tolist()  # None: another gate
     elif force:
         raise ValueError("force is for hash functions; the standard model has none")
     else:
@@ -1205,6 +1209,7 @@ def _read_text(path):
 
 
 def _save(model, folder, dtype):
+    """Files are replaced when they are complete: saving over the loaded checkpoint is safe."""
     from huggingface_hub import save_torch_state_dict  # splits what is larger than 5 GB
 
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
