@@ -739,25 +739,22 @@ class LanguageModel(nn.Module):
         ids: one prompt (T,), a batch (N, T), or a list of 1-D prompts of any lengths from 1.
         temperature: logits are score / (calibration · temperature); 0 is greedy.
         top_k, top_p: sample among exactly the k best; of these, among the fewest with mass p.
-        stop: ids that end their row; the stop id itself is yielded. seed: None draws from
-        PyTorch's global generator.
+        stop: ids that end their row; the stop id itself is yielded. seed: None: PyTorch's own.
 
         Yields an int for one 1-D prompt, else a LongTensor (N,) with the pad id in finished rows.
-        When a row's context is full, its newest half is encoded again; a prompt longer than the
-        context is cut likewise. Raises ValueError for bad arguments, before the first token.
+        When a row's context is full, its newest half is encoded again, as that of a prompt which is
+        longer. Raises ValueError for bad arguments, before the first token.
         """
         rows, single = _prompt_rows(ids, self.config.vocab_size)
-        sampling = _checked_sampling(temperature, top_k, top_p)
-        if type(max_new_tokens) is not int or max_new_tokens < 0:
-            raise ValueError(f"max_new_tokens must be a whole number, not {max_new_tokens}")
-        stop = {stop} if isinstance(stop, int) else {int(i) for i in stop}
+        sampling = _checked_sampling(temperature, top_k, top_p, max_new_tokens)
+        stop = {stop} if isinstance(stop, int) else set(map(int, stop))
         return _generate(self, rows, single, max_new_tokens, sampling, stop, seed)
 
     def explain(self, ids, position=-1, top_k=10, force=None):
         """All that happens at one position, as a JSON-able dict; `_explain` lists its entries.
 
-        ids: one sequence, (T,) or (1, T); the token after `position` is predicted. force:
-        {function, from 0: bucket}, a what-if: the function's soft embedding is the bucket's row.
+        ids: one sequence. force: {function, from 0: bucket}: a what-if, in which the function's
+        soft embedding is the bucket's row.
         """
         return _explain(self, ids, position, top_k, force or {})
 
@@ -979,7 +976,9 @@ def _prompt_rows(ids, vocab_size):
     return rows, single
 
 
-def _checked_sampling(temperature, top_k, top_p):
+def _checked_sampling(temperature, top_k, top_p, max_new_tokens):
+    if type(max_new_tokens) is not int or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens must be a whole number, not {max_new_tokens}")
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be 0 (greedy) or more, not {temperature}")
     if top_k is not None and (type(top_k) is not int or top_k < 1):

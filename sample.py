@@ -82,7 +82,8 @@ def explain(model, context, token, names):
     """Lines (at most 100 columns) that say how `token` was predicted after `context`."""
     found = model.explain(context, top_k=min(5, model.config.vocab_size))
     ids = next(model.parameters()).new_tensor([context]).long()  # (1, T)
-    p = model.log_probs(ids)[0, -1].exp()  # (V,)
+    scores = model.token_scores(model(ids)[:, -1])[0]  # (V,)
+    p = (scores / model.config.calibration).softmax(-1)  # (V,)
     mass = f"  valid mass {found['valid_mass']:.3g}" if "valid_mass" in found else ""
     yield f"{visible(names[token], 30)}  id {token:<8}  P {p[token]:.4f}{mass}"
     for j, step in enumerate(found.get("functions", ())):
@@ -101,7 +102,8 @@ def run(args):
     default = "\n" if tokenizer else f"{config.pad_token_id or 0}"
     text, ids = encode_prompt(default if args.prompt is None else args.prompt, tokenizer)
     window, V = config.max_position_embeddings, config.vocab_size
-    stop = {tokenizer.eot if tokenizer else config.pad_token_id} if args.stop_at_eot else ()
+    end = tokenizer.eot if tokenizer else config.pad_token_id
+    stop = {end} if args.stop_at_eot and end is not None else ()
     settings = args.max_new_tokens, args.temperature, args.top_k, args.top_p, stop
     model.generate(ids, *settings)  # raises its ValueErrors now, before the first line
     about = f"{size:,} parameters, calibration τ {config.calibration:g}, device {args.device}"
@@ -111,7 +113,8 @@ def run(args):
         notes.append(f"the prompt has {len(ids)} tokens, the context only {window}: {kept}")
     print(*notes, sep="\n", file=sys.stderr)
     known = map(tokenizer.token_bytes, range(V)) if tokenizer else (b" %d" % i for i in range(V))
-    names = [name or b"<%d>" % i for i, name in enumerate(known)]
+    added = getattr(getattr(model, "signatures", None), "tokens", [None] * V)  # by expand, too
+    names = [name or added[i] or b"<%d>" % i for i, name in enumerate(known)]
     start, count, opening = time.perf_counter(), 0, LEGEND if args.explain else text
     for i in range(args.num_samples):
         decoder, context = codecs.getincrementaldecoder("utf-8")("replace"), ids
@@ -130,7 +133,8 @@ def run(args):
 def main(argv=None):
     """Return the exit status: 0, 2 for a mistake in the call, 130 for Ctrl-C."""
     for stream in filter(None, (sys.stdout, sys.stderr)):  # whatever the terminal says
-        stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+        if hasattr(stream, "reconfigure"):  # a notebook's has not
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         try:
             run(parse_arguments(argv))

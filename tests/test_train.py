@@ -1250,3 +1250,58 @@ def test_a_reader_that_has_enough_ends_the_run_quietly():
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert done.stdout.startswith("run ") and "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+def test_an_infinite_gradient_stops_before_it_is_applied(monkeypatch, capsys):
+    """A gradient that is not finite would put NaN into every weight, and into a checkpoint."""
+    accumulate = train.accumulate
+
+    def planted(loss, *others):
+        value = accumulate(loss, *others)
+        if steps.append(1) or len(steps) == 5:  # an evaluation step, which saves
+            next(loss.__self__.parameters()).grad[0] = math.inf
+        return value
+
+    steps = []
+    monkeypatch.setattr(train, "accumulate", planted)
+    sentence(capsys, 1, lambda: train.main([*FLAGS, "--name", "a"]), "step-0", "inf")
+    assert step_of(Path("runs/a")) == 0
+
+
+@pytest.mark.parametrize("damage", ["short optimizer", "no optimizer", "key", "extra", "not JSON"])
+def test_damaged_training_state_is_one_sentence(damage, capsys):
+    """A cut optimizer.pt, a train.json of another version: named, and no traceback."""
+    folder = checkpoint(run("--stop_after", 2))
+    state = json.loads((folder / "train.json").read_text(encoding="utf-8"))
+    if damage.endswith("optimizer"):
+        data = (folder / "optimizer.pt").read_bytes()
+        (folder / "optimizer.pt").write_bytes(data[: 1000 * damage.startswith("short")])
+    elif damage == "key":
+        del state["skipped_steps"]
+    elif damage == "extra":
+        state["settings"]["from_the_future"] = 1
+    text = "{" if damage == "not JSON" else json.dumps(state)
+    (folder / "train.json").write_text(text, encoding="utf-8")
+    refused(capsys, "--resume", "runs/a", parts=("step-2",))
+
+
+def test_a_run_that_fell_back_goes_on_with_the_same_text(monkeypatch):
+    """What was taken instead of the plays is what a resumed run asks for, network or not."""
+    monkeypatch.setattr(train, "shakespeare", lambda: (_ for _ in ()).throw(ValueError("no")))
+    flags = [f for f in FLAGS if f not in ("--data", "text.txt")]
+    assert train.main([*flags, "--name", "a", "--stop_after", "2"]) == 0
+    monkeypatch.setattr(train, "shakespeare", lambda: [TEXT])
+    assert step_of(resume(Path("runs/a"), "--data", "pydocs")) == 10
+
+
+def test_an_edited_source_is_kept_beside_the_first(monkeypatch, tmp_path, capsys):
+    """--compare can only show what was kept: a resumed run keeps the mhf.py it goes on with."""
+    folder = run("--stop_after", 2)
+    edited = tmp_path / "mhf.py"
+    edited.write_text(
+        Path(mhf.__file__).read_text(encoding="utf-8") + "# edited\n", encoding="utf-8"
+    )
+    monkeypatch.setattr(mhf, "__file__", str(edited))
+    resume(folder)
+    assert (folder / "mhf-from-step-2.py").read_text(encoding="utf-8").endswith("# edited\n")
+    assert "mhf-from-step-2.py" in capsys.readouterr().out
