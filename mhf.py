@@ -1052,10 +1052,10 @@ def _explain(model, ids, position, top_k, force):
     """The dict of `explain`. Probabilities are natural, functions count from 0.
 
     tokens         of every input token: id, bytes, text, signature, gate, gate_scores
-    functions      of each: top buckets (bucket, prob, log_prob, num_tokens, best tokens),
-                   entropy_bits, soft_embedding_norm, forced; compatible: how many real tokens are
-                   in the top (or forced) bucket of this and all earlier functions; their
-                   compatible_mass
+    functions      of each: top buckets (bucket, prob, log_prob, num_tokens, best tokens, and mass:
+                   their renormalised probability, τ = 1), entropy_bits, soft_embedding_norm,
+                   forced; compatible: how many real tokens are in the top (or forced) bucket of
+                   this and all earlier functions; compatible_mass: theirs
     top_tokens     of the best: log_p of each function, score (their sum), joint_prob (its exp),
                    log_prob_paper (renormalised, τ = 1), log_prob (renormalised, calibrated)
     valid_mass     probability on the signatures of real tokens
@@ -1130,7 +1130,8 @@ def _explain_cascade(model, h, top_k, force, result):
             members = (real & (hash_map[:, j] == bucket)).nonzero()[:, 0]
             best = members[scores[members].argsort(descending=True)[:top_k]].tolist()
             entry = {"bucket": bucket, "prob": float(np.exp(log_p)), "log_prob": log_p}
-            entry |= {"num_tokens": len(members), "tokens": [_token_entry(model, i) for i in best]}
+            entry |= {"num_tokens": len(members), "mass": probs[members].sum().item()}
+            entry["tokens"] = [_token_entry(model, i) for i in best]
             top.append(entry)
         compatible = compatible & (hash_map[:, j] == force.get(j, top[0]["bucket"]))  # (V,)
         result["functions"].append(

@@ -10,7 +10,9 @@ from unicodedata import east_asian_width
 
 SIGNS = {i: 0x2400 + i for i in range(32)} | {ord(" "): "␣", ord("\n"): "↵"}
 IDS = "this checkpoint has no tokenizer of this project, so prompt and text are token ids"
-LEGEND = "P: calibrated, at temperature 1; the most probable buckets, with * at the token's own\n"
+LEGEND = (
+    "P: calibrated; mass: P of all tokens in the id's bucket; then the function's best buckets\n"
+)
 
 
 def parse_arguments(argv):
@@ -88,8 +90,9 @@ def explain(model, context, token, names):
     yield f"{visible(names[token], 30)}  id {token:<8}  P {p[token]:.4f}{mass}"
     for j, step in enumerate(found.get("functions", ())):
         own = model.signatures.ids[token, j].item()
-        cells = [f"{b['bucket']:>12}{'* '[b['bucket'] != own]}{b['prob']:.4f}" for b in step["top"]]
-        yield f"  function {j:<2} id {own:<5}" + "".join(cells[:4])
+        mass = p[model.model.hash_map[:, j] == own].sum()
+        cells = [f"{b['bucket']:>8}{'* '[b['bucket'] != own]}{b['prob']:.4f}" for b in step["top"]]
+        yield f"  function {j:<2} id {own:<5} mass {mass:.4f} " + "".join(cells[:4])
     others = [t["id"] for t in found["top_tokens"] if t["id"] != token][:4]
     cells = [f" {visible(names[i], 12)} {p[i]:.4f}" for i in others]
     yield "  runners-up        " + "".join(cells)

@@ -97,7 +97,7 @@ FREE_ON_RESUME = ("micro_batch", "device", "threads", "compile", "out", "name")
 FREE_ON_RESUME += ("stop_after", "verbose")
 
 TRAINING = {  # defaults by preset
-    "tiny": dict(steps=500, tokens_per_step=2048, learning_rate=2e-3, eval_every=125),
+    "tiny": dict(steps=450, tokens_per_step=2048, learning_rate=2e-3, eval_every=150),
     "small": dict(steps=2000, tokens_per_step=32768, learning_rate=1e-3, eval_every=250),
     "100m": dict(steps=20000, tokens_per_step=524288, learning_rate=6e-4, eval_every=500),
     "1b": dict(steps=100000, tokens_per_step=1048576, learning_rate=3e-4, eval_every=1000),

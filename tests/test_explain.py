@@ -82,6 +82,7 @@ def test_tokens_of_a_bucket(mhf):
             best = sorted(members.nonzero().flatten().tolist(), key=lambda i: -scores[i])
             assert [token["id"] for token in top["tokens"]] == best[:6]
             assert top["num_tokens"] == len(best)
+            close(top["mass"], scores.softmax(-1)[members].sum())
 
 
 def test_entropy(mhf):

@@ -308,8 +308,8 @@ def table(checkpoint):
     tokens = list(model.generate(context, 8, seed=2, stop=words.eot))
     for token in tokens:
         context = context if len(context) <= WINDOW else context[-WINDOW // 2 :]
-        log_p = model.log_probs(torch.tensor([context]))[0, -1, token]
-        told.append((model.explain(context, top_k=5), log_p.exp().item()))
+        p = model.log_probs(torch.tensor([context]))[0, -1].exp()  # (V,)
+        told.append((model.explain(context, top_k=5) | {"p": p}, p[token].item()))
         context = [*context, token]
     prompt = words.decode(words.encode(TEXT)[:14])
     out = io.TextIOWrapper(io.BytesIO())
@@ -343,7 +343,16 @@ def test_table_has_the_buckets_of_explain(table, checkpoint):
             top = step["top"][:4]
             assert re.match(rf"  function {j} +id {own} ", row)
             assert cells == [(str(b["bucket"]), " *"[b["bucket"] == own]) for b in top]
-            assert numbers(row) == rounded([b["prob"] for b in top])
+            assert numbers(row)[1:] == rounded([b["prob"] for b in top])
+
+
+def test_table_has_the_mass_of_the_ids_bucket(table, checkpoint):
+    """Behind a token's id: the calibrated probability of all tokens that share the bucket."""
+    ids = mhf.load(checkpoint).signatures.ids
+    for (_, *rows, _), (found, _), token in zip(*table, strict=True):
+        for j, row in enumerate(rows):
+            same = ids[:, j] == ids[token, j]
+            assert numbers(row)[0] == rounded(found["p"][same].sum().item())
 
 
 def test_table_has_the_runners_up(table):
