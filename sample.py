@@ -11,7 +11,7 @@ from unicodedata import east_asian_width
 SIGNS = {i: 0x2400 + i for i in range(32)} | {ord(" "): "␣", ord("\n"): "↵"}
 IDS = "this checkpoint has no tokenizer of this project, so prompt and text are token ids"
 LEGEND = (
-    "P: calibrated; mass: P of all tokens in the id's bucket; then the function's best buckets\n"
+    "P: calibrated; mass: P of all tokens in the id's bucket; after it the most probable buckets\n"
 )
 
 
