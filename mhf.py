@@ -339,9 +339,7 @@ class SignatureTable:
         """
         ids = torch.as_tensor(ids).long()
         if ids.dim() != 2 or ids.min() < 0:
-            raise ValueError(
-                f"ids must be (V, H) and not negative, not of shape {tuple(ids.shape)}"
-            )
+            raise ValueError(f"ids are (V, H), from 0; these are of shape {tuple(ids.shape)}")
         table = cls(ids.shape[1], num_buckets or max(2, int(ids.max()) + 1), allow_collisions=True)
         table.allow_collisions = table.num_hashes == 1
         table.pad_id, table.from_checkpoint = pad_id, True
@@ -581,9 +579,7 @@ class Attention(nn.Module):
         v = self.v_proj(x).view(N, T, -1, C).transpose(1, 2)  # (N, K, T, C)
         q, k, mask = rotate(q, cos, sin), rotate(k, cos, sin), None
         if cache is not None:
-            k, v, mask = cache.update(
-                layer, k, v
-            )  # (N, K, all so far, C), mask (N, 1, T, all so far)
+            k, v, mask = cache.update(layer, k, v)  # (N, K, length, C), mask (N, 1, T, length)
         how = {"attn_mask": mask, "is_causal": cache is None, "enable_gqa": True}
         y = F.scaled_dot_product_attention(q, k, v, **how)  # (N, A, T, C)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (N, T, D)
@@ -634,9 +630,7 @@ class Backbone(nn.Module):
     def forward(self, x, cache=None, return_layers=False):
         """Inputs (N, T, D) -> states after the final norm (N, T, D) [, outputs of the layers]."""
         if x.shape[1] > self.window:
-            raise ValueError(
-                f"{x.shape[1]} positions exceed max_position_embeddings {self.window}; give fewer"
-            )
+            raise ValueError(f"{x.shape[1]} positions exceed max_position_embeddings {self.window}")
         at, outputs = slice(x.shape[1]) if cache is None else cache.positions.unsqueeze(1), []
         cos, sin = self.cos[at].to(x.dtype), self.sin[at].to(x.dtype)  # (T, C) or (N, 1, T, C)
         for i, layer in enumerate(self.layers):
@@ -711,9 +705,8 @@ class LanguageModel(nn.Module):
         if objective not in OBJECTIVES:
             raise ValueError(f"objective is one of {', '.join(OBJECTIVES)}, not {objective!r}")
         counted = targets.flatten() != -100  # (M,)
-        nll = self.nll(
-            self(ids).flatten(0, 1), targets.flatten().where(counted, 0), objective
-        )  # (M,)
+        h, targets = self(ids).flatten(0, 1), targets.flatten().where(counted, 0)  # (M, D), (M,)
+        nll = self.nll(h, targets, objective)  # (M,)
         return torch.where(counted, nll, 0.0).sum() / counted.sum().clamp(min=1)
 
     def log_probs(self, ids):
@@ -971,7 +964,7 @@ def _prompt_rows(ids, vocab_size):
     for token_id in itertools.chain(*rows):
         if not 0 <= token_id < vocab_size:
             raise ValueError(
-                f"token id {token_id} is outside the vocabulary, 0 to {vocab_size - 1}"
+                f"token id {token_id} is outside 0 to {vocab_size - 1}, the vocabulary"
             )
     return rows, single
 
@@ -1220,9 +1213,8 @@ def _save(model, folder, dtype):
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
         new = Path(temporary)
-        replace(model.config, extra=model.config.extra | {"dtype": stored}).to_json(
-            new / "config.json"
-        )
+        config = replace(model.config, extra=model.config.extra | {"dtype": stored})
+        config.to_json(new / "config.json")
         table = getattr(model, "signatures", None)
         if table and (table.locked or not table.from_checkpoint):  # whose tokens are known
             lines = ["-" if t is None else base64.b64encode(t).decode() for t in table.tokens]
@@ -1329,7 +1321,7 @@ def _load_folder(folder, cls):
         ids, H, B = tensors.get("model.hash_map"), config.num_hashes, config.num_buckets
         if ids is None or ids.dim() != 2 or ids.shape[1] != H or ids.min() < 0 or ids.max() >= B:
             raise ValueError(
-                f"{folder}: no model.hash_map of {H} columns, ids below num_buckets {B}"
+                f"{folder}: model.hash_map needs {H} columns of ids below num_buckets {B}"
             )
         model = MultiHashFormer(config, _stored_signatures(config, ids.long(), folder))
     shape = {k: tuple(t.shape) for k, t in model.state_dict().items()}
