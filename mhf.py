@@ -1304,17 +1304,12 @@ def _stored_signatures(config, ids, folder):
 def _load(name, revision, cls=None):
     folder = find_checkpoint(name, revision)
     try:
-        return _load_folder(folder, cls)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"the files of {folder} contradict each other: {error!r}") from None
-
-
-def _load_folder(folder, cls):
-    config = Config.from_json(folder / "config.json")
+        config, tensors = Config.from_json(folder / "config.json"), _read_tensors(folder)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"config.json or the index in {folder} is damaged: {error!r}") from None
     own = {"mhf": MultiHashFormer, "standard": Transformer}[config.model]
     if cls not in (None, own):
         raise ValueError(f"{folder} holds a {own.__name__}, not a {cls.__name__}")
-    tensors = _read_tensors(folder)
     if config.model == "standard":
         model = Transformer(config)
     else:
@@ -1323,6 +1318,8 @@ def _load_folder(folder, cls):
             raise ValueError(
                 f"{folder}: model.hash_map needs {H} columns of ids below num_buckets {B}"
             )
+        if (config.pad_token_id or 0) >= len(ids):
+            raise ValueError(f"{folder}: pad_token_id {config.pad_token_id}, but {len(ids)} tokens")
         model = MultiHashFormer(config, _stored_signatures(config, ids.long(), folder))
     shape = {k: tuple(t.shape) for k, t in model.state_dict().items()}
     wrong = [f"{k} is missing" for k in sorted(shape.keys() - tensors.keys())]
