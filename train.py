@@ -874,7 +874,7 @@ def sentence(found):
     return (
         f"objective {found['val_objective']:.3f}, perplexity {found['perplexity']:.1f} "
         f"(τ {found['tau']:.2f}), top-1 {found['top1']:.3f}, "
-        + ("" if math.isnan(mass) else f"valid mass {mass:.3f}, ")
+        + ("" if math.isnan(mass) else f"valid mass {mass:.2g}, ")
         + f"{found['bits_per_byte']:.3f} bits a byte"
     )
 
