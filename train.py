@@ -585,7 +585,7 @@ def draw_curves(runs, path):
         steps, perplexity = [r["step"] for r in measured], [r["perplexity"] for r in measured]
         right.plot(steps, perplexity, marker="o")
     left.set(xlabel="step", ylabel="training loss (nats a token)")
-    right.set(xlabel="step", ylabel="held-out perplexity (calibrated)", yscale="log")
+    right.set(xlabel="step", ylabel="held-out perplexity (calibrated)")
     figure.legend(loc="outside lower center", fontsize="small")
     data = sorted({f"{about['data']} ({about['data_hash']})" for about in map(read_run, runs)})
     figure.suptitle(", ".join(data), fontsize="medium")
