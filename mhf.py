@@ -1340,3 +1340,23 @@ def _load(name, revision, cls=None):
 def load(folder, revision=None):
     """A MultiHashFormer or a Transformer, whichever the folder, run or hub id holds."""
     return _load(folder, revision)
+
+
+def choose_device(name):
+    """ "auto", cpu, cuda, cuda:N or mps -> (device, reason); ValueError if it is not to be had."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda"), f"{torch.cuda.get_device_name()} found"
+        if torch.backends.mps.is_available():
+            return torch.device("mps"), "no CUDA GPU, but Apple's"
+        return torch.device("cpu"), "no GPU found"
+    try:
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda", "mps"):
+            raise RuntimeError
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError):
+        raise ValueError(
+            f"--device {name} is not to be had on this machine; try --device auto"
+        ) from None
+    return device, "as asked"

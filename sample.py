@@ -31,7 +31,7 @@ def parse_arguments(argv):
     add("--top_p", type=float, help="sample among the fewest tokens of mass p (default: all)")
     add("--stop_at_eot", action=argparse.BooleanOptionalAction, default=True, help="default: on")
     add("--explain", action="store_true", help="print how each token was predicted, not the text")
-    add("--device", choices=("auto", "cpu", "cuda", "mps"), default="auto", help="default: auto")
+    add("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
     add("--threads", type=int, choices=cores, metavar="N", help="CPU threads")
     args = parser.parse_args(argv)
     for name, least in (("num_samples", 1), ("max_new_tokens", 1), ("seed", 0)):
@@ -50,11 +50,7 @@ def load_checkpoint(args):
 
     import mhf
 
-    mps = torch.backends.mps.is_available()
-    best = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-    if args.device not in ("auto", "cpu", best):
-        raise ValueError(f"--device {args.device}: PyTorch finds none here; use --device {best}")
-    args.device = best if args.device == "auto" else args.device
+    args.device, _ = mhf.choose_device(args.device)
     torch.set_num_threads(args.threads or torch.get_num_threads())
     args.checkpoint = mhf.find_checkpoint(args.checkpoint, args.revision)
     model = mhf.load(args.checkpoint).to(args.device).requires_grad_(False)

