@@ -110,6 +110,11 @@ class Config:
             if (value := getattr(self, name)) not in allowed:
                 raise ValueError(f"{name} is one of {', '.join(allowed)}, not {value!r}")
 
+    @property
+    def shares_signatures(self):
+        """Whether no function is left to re-hash, so that tokens share signatures (single-ID, LSH)."""
+        return self.num_hashes in (1, self.num_lsh)
+
     @classmethod
     def preset(cls, name, extra_layers=0, **overrides):
         """One of PRESETS, `extra_layers` deeper, with `overrides` for its fields."""
@@ -773,7 +778,7 @@ class MultiHashFormer(LanguageModel):
         H, B = config.num_hashes, config.num_buckets
         if signatures.from_checkpoint and int(signatures.ids.max()) < B:
             signatures.num_buckets, signatures.num_lsh = B, config.num_lsh
-            signatures.allow_collisions = H in (1, config.num_lsh)
+            signatures.allow_collisions = config.shares_signatures
         if (signatures.num_hashes, signatures.num_buckets) != (H, B):
             raise ValueError(
                 f"signatures of num_hashes {signatures.num_hashes} and num_buckets "
@@ -1282,7 +1287,7 @@ def _stored_signatures(config, ids, folder):
         if duplicates:
             print(f"{folder}: {duplicates} tokens share another's signature", file=sys.stderr)
         return table
-    shared = config.num_hashes in (1, config.num_lsh) or duplicates > 0
+    shared = config.shares_signatures or duplicates > 0
     made = SignatureTable(config.num_hashes, config.num_buckets, config.num_lsh, shared)
     try:
         lines = _read_text(file).splitlines()

@@ -621,8 +621,8 @@ def build_model(config, tokenizer):
         raise ValueError(f"--vocab_size {config.vocab_size}: --model standard has {len(tokens)}")
     if config.model == "standard":
         return mhf.Transformer(config)
-    H, shared = config.num_hashes, config.num_hashes in (1, config.num_lsh)
-    table = mhf.SignatureTable(H, config.num_buckets, config.num_lsh, allow_collisions=shared)
+    shape = config.num_hashes, config.num_buckets, config.num_lsh
+    table = mhf.SignatureTable(*shape, allow_collisions=config.shares_signatures)
     table.extend(tokens + [None] * (config.vocab_size - len(tokens)), config.pad_token_id)
     return mhf.MultiHashFormer(config, table)
 
