@@ -112,7 +112,7 @@ class Config:
 
     @property
     def shares_signatures(self):
-        """Whether no function is left to re-hash, so that tokens share signatures (single-ID, LSH)."""
+        """Whether no function is left to re-hash: tokens share signatures (single-ID, all LSH)."""
         return self.num_hashes in (1, self.num_lsh)
 
     @classmethod
