@@ -44,6 +44,7 @@ import torch.nn.functional as F
 from torch import nn
 
 OBJECTIVES = ("independent", "exact", "joint")
+HEADS = ("plain", "lean")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -650,6 +651,23 @@ class Backbone(nn.Module):
 # ---------------------------------------------------------------------------------------------
 
 
+def cross_entropy(scores, target):
+    """−log softmax over V of scores (V, M) at the targets (M,) -> (M,)."""
+    return F.cross_entropy(scores.T, target, reduction="none")
+
+
+def predict(c, E, target=None, last=False):
+    """One function's prediction: logits, loss and soft embedding of its B buckets.
+
+    c (..., D), E (B, D), target ids (...) or None -> o = E c (..., B); −log p[target] (...), None
+    without a target; softmax(o)ᵀ E (..., D), None at the last function, which hands nothing on.
+    """
+    o = c @ E.T  # (..., B)
+    loss = None if target is None else F.cross_entropy(o.float(), target, reduction="none")  # (...)
+    e = None if last else o.float().softmax(-1).to(E.dtype) @ E  # (..., D)
+    return o, loss, e
+
+
 class CascadeDecoder(nn.Module):
     """Predicts the H ids one after the other, with the rows of the embedding table as weights.
 
@@ -665,26 +683,25 @@ class CascadeDecoder(nn.Module):
             for _ in range(config.num_hashes - 1)
         )
 
-    def steps(self, h, table, force=()):
-        """Yields (logits o_j (..., B), soft embedding e_j (..., D); None at the last j) for each j.
+    def steps(self, h, table, targets=None, force=(), predict=predict):
+        """Yields what `predict` returns for each j: o_j, the loss of targets (..., H), e_j.
 
         h (..., D), table (H, B, D). `force` maps functions to buckets: the soft embedding of such
         a function is that bucket's row, whatever its logits say.
         """
         c = h
         for j, E in enumerate(table):
-            o = c @ E.T  # (..., B)
-            if j == len(self.cascade_mixer):
-                yield o, None
-                return
-            e = E[force[j]] if j in force else o.float().softmax(-1).to(E.dtype) @ E
-            e = e.expand_as(c)  # (..., D)
-            yield o, e
-            c = c + self.cascade_mixer[j](torch.cat((c, e), dim=-1))  # (..., D)
+            last = j == len(self.cascade_mixer)
+            o, loss, e = predict(c, E, None if targets is None else targets[..., j], last)
+            if j in force and not last:
+                e = E[force[j]].expand_as(c)  # (..., D)
+            yield o, loss, e
+            if not last:
+                c = c + self.cascade_mixer[j](torch.cat((c, e), dim=-1))  # (..., D)
 
     def forward(self, h, table):
         """States (..., D) and table (H, B, D) -> logits (..., H, B)."""
-        return torch.stack([o for o, _ in self.steps(h, table)], dim=-2)
+        return torch.stack([o for o, _, _ in self.steps(h, table)], dim=-2)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -699,20 +716,27 @@ class LanguageModel(nn.Module):
         """ids (N, T) -> states after the final norm (N, T, D) [, list of the layers' outputs]."""
         return self.model(self.embed(ids), return_layers=return_layers)
 
-    def loss(self, ids, targets, objective="independent"):
+    def loss(self, ids, targets, objective="independent", head="plain"):
         """Mean training loss over the counted positions, a scalar; never calibrated.
 
         ids, targets (N, T); targets are shifted already; −100 is not counted, the pad token is.
         independent (the paper): −score = −Σ_j log p_j; exact: −log of the renormalised
         probability; joint: exact + joint_weight · independent / H. All one for Transformer.
         A target must be a token that is assigned: others have no probability to learn.
+        head: lean computes what plain does, with less memory and faster, see `LeanLoss`.
         """
-        if objective not in OBJECTIVES:
-            raise ValueError(f"objective is one of {', '.join(OBJECTIVES)}, not {objective!r}")
+        if objective not in OBJECTIVES or head not in HEADS:
+            raise ValueError(
+                f"objective is one of {', '.join(OBJECTIVES)} and head one of {', '.join(HEADS)}, "
+                f"not {objective!r} and {head!r}"
+            )
         counted = targets.flatten() != -100  # (M,)
         h, targets = self(ids).flatten(0, 1), targets.flatten().where(counted, 0)  # (M, D), (M,)
-        nll = self.nll(h, targets, objective)  # (M,)
-        return torch.where(counted, nll, 0.0).sum() / counted.sum().clamp(min=1)
+        if head == "lean" and torch.is_grad_enabled() and isinstance(self, MultiHashFormer):
+            total = lean_loss(self, h, targets, objective, counted)
+        else:
+            total = torch.where(counted, self.nll(h, targets, objective), 0.0).sum()
+        return total / counted.sum().clamp(min=1)
 
     def log_probs(self, ids):
         """ids (N, T) -> log P of every token as the next one (N, T, V), calibrated."""
@@ -806,31 +830,36 @@ class MultiHashFormer(LanguageModel):
         """States (M, D) -> log p_j of every bucket (M, H, B), in float32."""
         return self.hash_head(h, self.table).float().log_softmax(-1)
 
-    def sum_over_signatures(self, log_buckets):
-        """(M, H, B) -> score(w) = Σ_j log p_j[id_j(w)] of every token (M, V); −inf for unused ids.
+    def sum_over_signatures(self, columns):
+        """(H·B, M) -> Σ_j columns[id_j(w)] of every token (M, V); −inf for unused ids.
 
         Scoring the vocabulary is the transpose of embedding it: every token sums its H rows of a
         table that has a column for each position. So no (M, V, H) tensor is made.
         """
-        columns = log_buckets.flatten(1).T.contiguous()  # (H·B, M)
         scores = F.embedding_bag(self.rows, columns, mode="sum").T  # (M, V)
         return scores.index_fill(1, self.unassigned, -torch.inf) if len(self.unassigned) else scores
 
     def token_scores(self, h):
-        """States (M, D) -> scores (M, V)."""
-        return self.sum_over_signatures(self.log_buckets(h))
+        """States (M, D) -> scores Σ_j log p_j[id_j(w)] of every token (M, V)."""
+        return self.sum_over_signatures(self.log_buckets(h).flatten(1).T.contiguous())
 
-    def nll(self, h, targets, objective):
-        """States (M, D), target ids (M,) -> training loss of every position (M,); see `loss`."""
-        log_buckets = self.log_buckets(h)  # (M, H, B)
-        target_ids = self.model.hash_map[targets].unsqueeze(-1)  # (M, H, 1)
-        score = log_buckets.gather(-1, target_ids).sum((-2, -1))  # (M,)
+    def nll(self, h, targets, objective, head=None):
+        """States (M, D), target ids (M,) -> training loss of every position (M,); see `loss`.
+
+        The log-sum-exps of the H functions are the same for every token, so the renormalised
+        probability is a softmax over the tokens' sums of logits. `head`: (table, predict,
+        cross_entropy) of the lean head, with which the same is computed.
+        """
+        table, predict_, cross_entropy_ = head or (self.table, predict, cross_entropy)
+        steps = self.hash_head.steps(h, table, self.model.hash_map[targets], predict=predict_)
         if objective == "independent":
-            return -score
-        exact = self.sum_over_signatures(log_buckets).logsumexp(-1) - score  # (M,)
+            return sum(loss for _, loss, _ in steps)  # (M,)
+        logits, losses, _ = zip(*steps)
+        columns = torch.cat([o.T for o in logits]).float()  # (H·B, M)
+        exact = cross_entropy_(self.sum_over_signatures(columns).T, targets)  # (M,)
         if objective == "exact":
             return exact
-        return exact - self.config.joint_weight / self.config.num_hashes * score  # (M,)
+        return exact + self.config.joint_weight / self.config.num_hashes * sum(losses)  # (M,)
 
     def scores(self, ids):
         """ids (N, T) -> score of every token (N, T, V), neither renormalised nor calibrated."""
@@ -925,6 +954,126 @@ def _count(model):
     total = sum(p.numel() for p in model.parameters())
     size |= {"blocks": total - sum(size.values()), "total": total}
     return size | {"standard_table": model.config.vocab_size * model.config.hidden_size}
+
+
+# ---------------------------------------------------------------------------------------------
+# Lean head: the training loss of MultiHashFormer once more, faster and in less memory, with the
+# same result: `loss(…, head="plain")` does without, and train.py compares the two at its start.
+# ---------------------------------------------------------------------------------------------
+
+
+class LeanPrediction(torch.autograd.Function):
+    """`predict`, with its derivatives by hand. The gradient of E is added to dE, in place.
+
+    With p = softmax(o) and the incoming gradients go, gl and ge of logits, loss and soft embedding:
+    do = go + gl (p − onehot) + p * (E ge − ge·e), dc = do E, dE = doᵀ c + pᵀ ge. Buckets stand in
+    rows, as the sum over signatures wants them; p is left unnormalised, z being its sums.
+    """
+
+    @staticmethod
+    def forward(ctx, c, E, dE, target, last, return_logits):
+        c = c.to(E.dtype)
+        o = E @ c.T  # (B, M)
+        p = o.clone() if return_logits and o.dtype == torch.float32 else o.float()  # (B, M)
+        loss, z = _cross_entropy_(p, target)  # (M,), (M,)
+        p = p.to(E.dtype)
+        e = None if last else (p.T @ E) / z.to(E.dtype).unsqueeze(-1)  # (M, D)
+        ctx.save_for_backward(c, E, target, p, z, e)
+        ctx.dE = dE  # not among the saved, for it is to change
+        return o.T if return_logits else None, loss, e
+
+    @staticmethod
+    def backward(ctx, go, gl, ge):
+        c, E, target, p, z, e = ctx.saved_tensors
+        if e is None:
+            do = p * (gl / z).to(p.dtype)  # (B, M)
+        else:
+            shift = (gl - (ge * e).sum(-1, dtype=torch.float32)) / z  # (M,)
+            ge = ge / z.to(ge.dtype).unsqueeze(-1)  # (M, D)
+            _add_product(ctx.dE, p, ge)
+            do = torch.addmm(shift.to(p.dtype), E, ge.T).mul_(p)  # (B, M)
+        do.scatter_add_(0, target.unsqueeze(0), -gl.to(p.dtype).unsqueeze(0))
+        if go is not None:
+            do += go.T  # (B, M)
+        _add_product(ctx.dE, do, c)
+        return do.T @ E, None, None, None, None, None
+
+
+class LeanCrossEntropy(torch.autograd.Function):
+    """Cross-entropy of scores (V, M), which are used up, and targets (M,) -> (M,)."""
+
+    @staticmethod
+    def forward(ctx, scores, target):
+        loss, z = _cross_entropy_(scores, target)
+        ctx.save_for_backward(scores, target, z)
+        return loss
+
+    @staticmethod
+    def backward(ctx, g):
+        p, target, z = ctx.saved_tensors
+        return p.mul_(g / z).scatter_add_(0, target.unsqueeze(0), -g.unsqueeze(0)), None
+
+
+def _cross_entropy_(x, target):
+    """Logits x (B, M), targets (M,) -> cross-entropy (M,) and z (M,), the sums over B of what x is
+    then: exp(x − max). In place, for writing to fresh memory takes several times as long."""
+    at_target, top = x.gather(0, target.unsqueeze(0))[0], x.amax(0)  # (M,), (M,)
+    z = x.sub_(top).exp_().sum(0)  # (M,)
+    return z.log() + top - at_target, z
+
+
+def _add_product(total, a, b):
+    """total += a b, in the precision of total."""
+    total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
+
+
+class LeanLoss(torch.autograd.Function):
+    """The sum of `nll` over the counted positions, whose gradients are made in the forward pass.
+
+    One chunk of positions after the other goes through `nll` and straight back. So what is kept
+    are the gradients of states and parameters, no (M, H, B) logits or probabilities, and nothing
+    is computed twice. The backward pass multiplies them by the gradient of the sum.
+    """
+
+    @staticmethod
+    def forward(ctx, model, targets, counted, objective, h, weight, *others):
+        kind, shape = h.device.type, model.table.shape
+        low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        dh, grads = torch.empty_like(h), [torch.zeros_like(p) for p in (weight, *others)]
+        table = list(zip(weight.detach().to(low).view(shape), grads[0].view(shape)))
+        wide = shape[1] if objective == "independent" else max(shape[1], model.config.vocab_size)
+        # Positions at a time: many for fast products, few for the caches of a CPU.
+        size = min(512, max(64, 2**22 // wide)) if kind == "cpu" else max(256, 2**25 // wide)
+        total = h.new_zeros((), dtype=torch.float32)
+        unit = 1 / 16 if low == torch.float16 else 1.0  # float16 ends at 65,504
+
+        def predict(c, rows, target, last):
+            return LeanPrediction.apply(c, *rows, target, last, objective != "independent")
+
+        for m in (slice(start, start + size) for start in range(0, len(h), size)):
+            with torch.enable_grad():
+                states = h[m].detach().requires_grad_()
+                head = table, predict, LeanCrossEntropy.apply
+                nll = model.nll(states, targets[m], objective, head)  # (size,)
+                loss = torch.where(counted[m], nll, 0.0).sum() * unit
+            with torch.autocast(kind, enabled=False):
+                dh[m], *more = torch.autograd.grad(loss, (states, *others))
+            total += loss.detach() / unit
+            for grad, new in zip(grads[1:], more):
+                grad += new
+        ctx.save_for_backward(dh, *grads)
+        ctx.unit = unit
+        return total
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, None, None, None, *(grad.mul_(g / ctx.unit) for grad in ctx.saved_tensors)
+
+
+def lean_loss(model, h, targets, objective, counted):
+    """Σ nll over the counted positions: h (M, D), targets and counted (M,) -> scalar."""
+    parameters = model.model.embed_tokens.weight, *model.hash_head.parameters()
+    return LeanLoss.apply(model, targets, counted, objective, h, *parameters)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1115,12 +1264,12 @@ def _explain_cascade(model, h, top_k, force, result):
             raise ValueError(
                 f"force {j}: {bucket} is outside functions 0 to {H - 1}, buckets 0 to {B - 1}"
             )
-    steps = list(model.hash_head.steps(h, model.table, force))
-    log_buckets = torch.stack([o for o, _ in steps]).float().log_softmax(-1)  # (H, B)
-    scores = model.sum_over_signatures(log_buckets.unsqueeze(0))[0]  # (V,)
+    steps = list(model.hash_head.steps(h, model.table, force=force))
+    log_buckets = torch.stack([o for o, _, _ in steps]).float().log_softmax(-1)  # (H, B)
+    scores = model.sum_over_signatures(log_buckets.view(-1, 1))[0]  # (V,)
     real, probs = scores.isfinite(), scores.softmax(-1)  # (V,)
     compatible, hash_map, result["functions"] = real, model.model.hash_map, []
-    for j, (_, soft) in enumerate(steps):
+    for j, (_, _, soft) in enumerate(steps):
         top = []
         for log_p, bucket in zip(
             *(t.tolist() for t in log_buckets[j].topk(min(top_k, B))), strict=True
