@@ -42,6 +42,7 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 OBJECTIVES = ("independent", "exact", "joint")
 HEADS = ("plain", "lean")
@@ -620,11 +621,14 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """The embedding table (`table_rows` rows), the blocks and the final norm."""
+    """The embedding table (`table_rows` rows), the blocks and the final norm.
+
+    checkpoint_activations: training keeps each block's input only, and computes the rest again.
+    """
 
     def __init__(self, config, table_rows):
         super().__init__()
-        self.window = config.max_position_embeddings
+        self.window, self.checkpoint_activations = config.max_position_embeddings, False
         self.embed_tokens = nn.Embedding(table_rows, config.hidden_size)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -639,8 +643,10 @@ class Backbone(nn.Module):
             raise ValueError(f"{x.shape[1]} positions exceed max_position_embeddings {self.window}")
         at, outputs = slice(x.shape[1]) if cache is None else cache.positions.unsqueeze(1), []
         cos, sin = self.cos[at].to(x.dtype), self.sin[at].to(x.dtype)  # (T, C) or (N, 1, T, C)
+        recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, cache, i)  # (N, T, D)
+            run = functools.partial(checkpoint, layer, use_reentrant=False) if recompute else layer
+            x = run(x, cos, sin, cache, i)  # (N, T, D)
             outputs.append(x)
         x = self.norm(x)  # (N, T, D)
         return (x, outputs) if return_layers else x
@@ -1057,9 +1063,9 @@ class LeanLoss(torch.autograd.Function):
                 nll = model.nll(states, targets[m], objective, head)  # (size,)
                 loss = torch.where(counted[m], nll, 0.0).sum() * unit
             with torch.autocast(kind, enabled=False):
-                dh[m], *more = torch.autograd.grad(loss, (states, *others))
-            total += loss.detach() / unit
-            for grad, new in zip(grads[1:], more):
+                found = torch.autograd.grad(loss, (states, *others), materialize_grads=True)
+            dh[m], total = found[0], total + loss.detach() / unit
+            for grad, new in zip(grads[1:], found[1:]):
                 grad += new
         ctx.save_for_backward(dh, *grads)
         ctx.unit = unit

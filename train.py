@@ -6,6 +6,7 @@
     python train.py --data notes/ more.jsonl.gz          your own text
     python train.py --resume                             go on with the newest run
     python train.py --compare runs/a runs/b              what differs, and what came of it
+    torchrun --standalone --nproc_per_node=2 train.py    two processes, on two GPUs for example
 
 Every run keeps its own folder: checkpoints, log.csv, curve.png, samples.txt and the mhf.py it ran.
 """
@@ -18,6 +19,7 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import argparse
 import contextlib
 import csv
+import datetime
 import difflib
 import glob
 import gzip
@@ -40,6 +42,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from filelock import FileLock
 from safetensors import SafetensorError
@@ -86,6 +89,10 @@ class Settings:
     device: str = setting("auto", "auto, cpu, cuda, cuda:N or mps")
     precision: str = setting("auto", "auto, fp32, bf16 or fp16 (with loss scaling)")
     threads: int = setting(None, "CPU threads")
+    head: str = setting(
+        "auto", "lean or plain: same loss, less or more memory and time; auto: lean"
+    )
+    checkpoint_activations: bool = setting(False, "less memory: blocks are computed once more")
     compile: bool = setting(False, "compile the loss with torch.compile")
     out: str = setting("runs", "folder of the run folders")
     name: str = setting(None, "this run's folder; default: date, time and model")
@@ -94,8 +101,8 @@ class Settings:
 
 
 # A resumed run may change these: they decide where and how fast it runs, not what it computes.
-FREE_ON_RESUME = ("micro_batch", "device", "threads", "compile", "out", "name")
-FREE_ON_RESUME += ("stop_after", "verbose")
+FREE_ON_RESUME = ("micro_batch", "device", "threads", "head", "checkpoint_activations", "compile")
+FREE_ON_RESUME += ("out", "name", "stop_after", "verbose")
 
 TRAINING = {  # defaults by preset
     "tiny": dict(steps=450, tokens_per_step=2048, learning_rate=2e-3, eval_every=150),
@@ -360,6 +367,8 @@ def choose_precision(name, device, capability=None):
     """(precision, reason). Chips before compute capability 8.0 only emulate bf16, slowly."""
     if name != "auto":
         return name, "as asked"
+    if device.type == "cpu" and cpu_computes_bf16():
+        return "bf16", "this CPU computes it"
     if device.type != "cuda":
         return "fp32", f"the default on {device.type}"
     capability = capability or torch.cuda.get_device_capability(device)
@@ -367,6 +376,11 @@ def choose_precision(name, device, capability=None):
     return (
         ("bf16", f"{chip} computes it") if capability >= (8, 0) else ("fp16", f"{chip} has no bf16")
     )
+
+
+def cpu_computes_bf16():
+    found = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 
 def peak_memory(device):
@@ -380,6 +394,70 @@ def peak_memory(device):
         return peak / 2**30 if sys.platform == "darwin" else peak / 2**20
     except ImportError:  # Windows
         return None
+
+
+def total_memory(device):
+    """The GPU's memory, or this machine's, in GiB; not a number where it is unknown."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 2**30
+    if hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return math.nan  # Windows
+
+
+def memory_plan(config, parameters, positions, low, recompute, head):
+    """What training takes, in bytes: state (weights, gradients, AdamW), blocks, head.
+
+    positions at once; low: autocast to 16 bits; recompute: checkpoint_activations. Blocks and head
+    are estimates, of what the backward pass is given and of the head's largest buffers; the
+    factors were read off the tensors that autograd saves, and a test compares the two.
+    """
+    c, H, B, V = config, config.num_hashes, config.num_buckets, config.vocab_size
+    D, F_ = c.hidden_size, c.intermediate_size
+    AC, KC = (n * c.head_dim for n in (c.num_attention_heads, c.num_key_value_heads))
+    block = 32 * D + 10 * AC + 4 * KC + 8 * F_ if low else 16 * D + 20 * AC + 24 * KC + 16 * F_
+    blocks = c.num_hidden_layers * 4 * D + block if recompute else c.num_hidden_layers * block
+    blocks = positions * (blocks + (8 + 4 * (H + 3) * (c.model == "mhf")) * D)
+    size = 2 if low else 4
+    if c.model == "standard":
+        head = positions * V * (size + 12)
+    elif head == "plain":
+        head = positions * (H * B * (size + 12) + V * 12 * (c.objective != "independent"))
+    else:  # a second gradient and a 16-bit copy of the table, and one chunk
+        chunk = min(positions, 2**25 // B)
+        head = H * B * D * (8 - size) + chunk * (H * B * size + 12 * B)
+    return {
+        "state": 16 * parameters,
+        "blocks": blocks + (2 * parameters if low else 0),
+        "head": head,
+    }
+
+
+# Which of how many processes this is: torchrun says so.
+RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def join_processes(device):
+    """Meet the other processes of torchrun, if any; returns this one's own device."""
+    if device.type == "cuda" and PROCESSES > 1:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    if PROCESSES > 1 and not dist.is_initialized():
+        patience = datetime.timedelta(hours=2)  # the others wait while the first one evaluates
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
+    return device
+
+
+def over_processes(value, device, how="AVG"):
+    """The mean of a number over all processes, or another of torch.distributed's reductions."""
+    if PROCESSES == 1:
+        return float(value)
+    value = torch.as_tensor(value, dtype=torch.float32, device=device)
+    if how == "AVG":  # gloo has none
+        dist.all_reduce(value)
+        return float(value) / PROCESSES
+    dist.all_reduce(value, getattr(dist.ReduceOp, how))
+    return float(value)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -646,15 +724,31 @@ def learning_rate(step, settings):
     return settings.learning_rate * (low + (1 - low) * (1 + math.cos(math.pi * progress)) / 2)
 
 
+class Loss(torch.nn.Module):
+    """model.loss as a module's forward pass, which is what DistributedDataParallel wraps."""
+
+    def __init__(self, model, head):
+        super().__init__()
+        self.model, self.head = model, head
+
+    def forward(self, x, y, objective):
+        return self.model.loss(x, y, objective, self.head)
+
+
 def accumulate(loss, x, y, objective, micro_batch, autocast, scaler):
-    """Gradients of the mean loss over all sequences, micro_batch at a time; returns the loss."""
-    total = 0.0
-    for part_x, part_y in zip(x.split(micro_batch), y.split(micro_batch)):
-        with autocast():
-            share = loss(part_x, part_y, objective) * (len(part_x) / len(x))
-        scaler.scale(share).backward()
+    """Gradients of the mean loss over all sequences, micro_batch at a time; returns the loss.
+
+    Processes exchange their gradients once, with the last micro batch.
+    """
+    total, parts = 0.0, list(zip(x.split(micro_batch), y.split(micro_batch)))
+    for i, (part_x, part_y) in enumerate(parts, 1):
+        alone = getattr(loss, "no_sync", None) if i < len(parts) else None
+        with alone() if alone else contextlib.nullcontext():
+            with autocast():
+                share = loss(part_x, part_y, objective) * (len(part_x) / len(x))
+            scaler.scale(share).backward()
         total += share.detach()
-    return float(total)
+    return total
 
 
 def chance_loss(config):
@@ -664,6 +758,9 @@ def chance_loss(config):
     joint = config.model == "mhf" and config.objective == "joint"
     extra = config.joint_weight * math.log(config.num_buckets) if joint else 0.0
     return math.log(config.vocab_size) + extra
+
+
+USE_PLAIN = "a changed cascade trains with --head plain, which needs no second formulation"
 
 
 class Interrupt:
@@ -692,19 +789,34 @@ class Run:
         self.settings, self.corpus, self.folder = settings, corpus, folder
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self.device, self.device_reason = choose_device(settings.device)
+        self.rows = settings.tokens_per_step // config.max_position_embeddings // PROCESSES
+        if self.rows * PROCESSES * config.max_position_embeddings != settings.tokens_per_step:
+            raise ValueError(
+                f"--tokens_per_step {settings.tokens_per_step} does not divide into sequences of "
+                f"{config.max_position_embeddings} for {PROCESSES} processes"
+            )
+        device, self.device_reason = choose_device(settings.device)
+        self.device = join_processes(device)
         self.precision, self.precision_reason = choose_precision(settings.precision, self.device)
         torch.manual_seed(settings.seed)
         self.model = build_model(config, corpus.tokenizer).to(self.device)
         self.config = self.model.config
         self.optimizer = make_optimizer(self.model, settings, self.device)
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.precision == "fp16")
-        self.loss = torch.compile(self.model.loss) if settings.compile else self.model.loss
+        self.model.model.checkpoint_activations = settings.checkpoint_activations
+        lean = settings.head != "plain" and config.model == "mhf"
+        self.loss_head = "lean" if lean else "plain"
+        self.loss = Loss(self.model, self.loss_head)
+        if settings.compile:
+            # The lean head calls autograd itself, which torch.compile cannot follow.
+            mhf.lean_loss = torch.compiler.disable(mhf.lean_loss)
+            self.loss.compile()
+        if PROCESSES > 1:
+            self.loss = torch.nn.parallel.DistributedDataParallel(self.loss)
         sizes = [len(token or b"") for token in corpus.tokenizer.all_bytes()]
         self.token_sizes = torch.tensor(sizes + [0] * (self.config.vocab_size - len(sizes)))
-        self.rows = settings.tokens_per_step // config.max_position_embeddings
         self.micro = min(self.rows, settings.micro_batch or self.default_micro_batch())
-        self.step, self.seconds, self.skipped = 0, 0.0, 0
+        self.step, self.seconds, self.skipped, self.fetched = 0, 0.0, 0, (0, None)
 
     def default_micro_batch(self):
         """512 tokens on a CPU, so that its caches hold the scores; elsewhere what fills 4 GiB."""
@@ -713,9 +825,46 @@ class Run:
             return max(1, 512 // T)
         return max(1, 2**28 // (T * (c.vocab_size + c.num_hashes * c.num_buckets)))
 
+    def memory_plan(self):
+        n = self.model.num_parameters()["total"]
+        positions = self.micro * self.config.max_position_embeddings
+        low, recompute = self.precision != "fp32", self.settings.checkpoint_activations
+        return memory_plan(self.config, n, positions, low, recompute, self.loss_head)
+
     def autocast(self):
         kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
         return torch.autocast(self.device.type, kinds[self.precision], self.precision != "fp32")
+
+    def fetch(self, step):
+        """Inputs and targets of a step, on the device; those of another process are left out."""
+        T, rows = self.config.max_position_embeddings, self.rows * PROCESSES
+        parts = batch(self.corpus.training, self.settings.seed, step, rows, T)
+        parts = [part[RANK::PROCESSES] for part in parts]  # (rows of this process, T)
+        if self.device.type == "cuda":
+            parts = [part.pin_memory() for part in parts]
+        return [part.to(self.device, non_blocking=True) for part in parts]
+
+    def check_head(self):
+        """ValueError unless the lean head gives what the plain one does, on the first sequence."""
+        x, y = (part[:1, :512] for part in self.fetch(self.step + 1))
+        model, objective = self.model, self.config.objective
+        h, y = model(x).flatten(0, 1).detach().requires_grad_(), y.flatten()  # (T, D), (T,)
+        inputs = {"the states": h, "the table": model.model.embed_tokens.weight}
+        inputs |= dict(model.hash_head.named_parameters(prefix="hash_head"))
+        plain = model.nll(h, y, objective).sum()
+        found = torch.autograd.grad(plain, [*inputs.values()], materialize_grads=True)
+        try:
+            lean = mhf.lean_loss(model, h, y, objective, torch.ones_like(y, dtype=torch.bool))
+            also = torch.autograd.grad(lean, [*inputs.values()], materialize_grads=True)
+        except Exception as error:  # whatever a changed model makes it do
+            raise ValueError(f"the lean head fails ({error!r}); {USE_PLAIN}") from None
+        gradients = [f"the gradient of {name}" for name in inputs]
+        pairs = [("the loss", plain, lean), *zip(gradients, found, also)]
+
+        for name, a, b in ((name, a.detach(), b.detach()) for name, a, b in pairs):
+            off = ((a - b).norm() / a.norm().clamp(min=1e-6)).item()
+            if not off < 1e-3:
+                raise ValueError(f"the lean head is off by {off:.0%} in {name}; {USE_PLAIN}")
 
     def save(self):
         state = {"step": self.step, "seconds": self.seconds, "skipped_steps": self.skipped}
@@ -748,24 +897,25 @@ class Run:
 
     def advance(self):
         """Make one step; returns its row of the log."""
-        began, s, T = time.perf_counter(), self.settings, self.config.max_position_embeddings
+        began, s = time.perf_counter(), self.settings
         self.step += 1
         rate = learning_rate(self.step, s)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        x, y = batch(self.corpus.training, s.seed, self.step, self.rows, T)
-        x, y = x.to(self.device), y.to(self.device)
+        x, y = self.fetched[1] if self.fetched[0] == self.step else self.fetch(self.step)
         self.optimizer.zero_grad(set_to_none=True)
         objective = self.config.objective
         loss = accumulate(self.loss, x, y, objective, self.micro, self.autocast, self.scaler)
         self.scaler.unscale_(self.optimizer)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
+        self.fetched = self.step + 1, self.fetch(self.step + 1)  # while a GPU is still at work
+        loss, norm = over_processes(loss, self.device), norm.item()
         # In fp16 gradients may overflow; that is the scaler's business below.
         if not math.isfinite(loss if self.scaler.is_enabled() else loss + norm):
             raise RunError(
                 f"step {self.step}: the loss is {loss}, its gradient's norm {norm}; try a lower "
                 "--learning_rate; the last good checkpoint is "
-                f"{self.folder / name_of(self.folder, 'last')}"
+                f"{self.folder and self.folder / name_of(self.folder, 'last')}"
             )
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
@@ -779,6 +929,11 @@ class Run:
         row |= {"learning_rate": rate, "loss": loss, "grad_norm": norm}
         row |= {"tokens_per_second": s.tokens_per_step / took, "skipped_steps": self.skipped}
         return row | {"data": f"{self.corpus.name} {self.corpus.hash}"}
+
+    def agree(self, interrupt):
+        """Stop all processes after the same step, if one of them is to stop."""
+        asked = interrupt.asked or self.step == self.settings.stop_after
+        interrupt.asked = over_processes(asked, self.device, "MAX") > 0
 
     def evaluate(self, max_tokens=None):
         """Measure on held-out text; keep τ in the model and in the checkpoint just saved."""
@@ -841,10 +996,16 @@ class Run:
                 f"class {found['largest_prefix_class']}; bucket load {found['mean_bucket']:.1f}, "
                 f"at most {found['largest_bucket']}; B^H = {c.num_buckets**c.num_hashes:.1e}",
             )
+        shared = f" in each of {PROCESSES} processes" if PROCESSES > 1 else ""
         yield (
             "steps",
-            f"{s.steps:,} of {s.tokens_per_step:,} tokens: {self.rows} × {T}, {self.micro} at once",
+            f"{s.steps:,} of {s.tokens_per_step:,} tokens: {self.rows} × {T}{shared}, {self.micro} "
+            f"at once, {self.loss_head} head",
         )
+        plan = self.memory_plan()
+        parts = " + ".join(f"{plan[k] / 2**30:.2f} {k}" for k in plan)
+        total, there = sum(plan.values()) / 2**30, total_memory(self.device)
+        yield "memory", f"about {total:.2f} GiB of {there:.1f}: {parts}"
         if s.verbose:
             yield from sorted((k, v) for k, v in (asdict(c) | asdict(s)).items() if k != "extra")
 
@@ -864,9 +1025,19 @@ def quoted(path):
     return f'"{path}"' if " " in str(path) else str(path)
 
 
+def follow(run):
+    """What every process but the first does: the same steps, and no files."""
+    with Interrupt() as interrupt:
+        while run.step < run.settings.steps and not interrupt.asked:
+            run.advance()
+            run.agree(interrupt)
+
+
 def train(run, say=print):
     """Steps, evaluations and checkpoints to the end; True, or False if it was stopped before."""
     s, start = run.settings, run.step
+    if run.loss_head == "lean":
+        run.check_head()
     if start == 0:
         run.save()
     elif start % s.eval_every == 0 and not run.measured():  # killed between saving and measuring
@@ -891,7 +1062,7 @@ def train(run, say=print):
                 loss=f"{row['loss']:.3f}", tok_s=speed, peak=memory and f"{memory:.1f}G"
             )
             bar.update()
-            interrupt.asked |= run.step == s.stop_after
+            run.agree(interrupt)
         if run.step == s.steps:
             found = run.evaluate(2**20)
             write_text(run.folder / "run.json", json.dumps(read_run(run.folder) | {"final": found}))
@@ -959,6 +1130,8 @@ def settings_of(given):
     for name in ("warmup", "min_learning_rate"):
         if not 0 <= getattr(settings, name) <= 1:
             raise ValueError(f"--{name} is a share from 0 to 1, not {getattr(settings, name)}")
+    if settings.head not in ("auto", *mhf.HEADS):
+        raise ValueError(f"--head is auto, {' or '.join(mhf.HEADS)}, not {settings.head}")
     if settings.precision not in ("auto", "fp32", "bf16", "fp16"):
         raise ValueError(f"--precision is auto, fp32, bf16 or fp16, not {settings.precision}")
     choose_device(settings.device)
@@ -979,6 +1152,8 @@ def new_run(given):
                 "needed, or a smaller --max_position_embeddings"
             )
     run = Run(settings, config, corpus, None)
+    if RANK > 0:
+        return run
     run.folder = new_folder(settings, run.config.model)
     shutil.copy(mhf.__file__, run.folder / "mhf.py")
     about = {"config": asdict(run.config), "settings": asdict(settings), "device": str(run.device)}
@@ -1043,6 +1218,8 @@ def run_from(folder, checkpoint, given):
             raise ValueError(f"--resume {folder}: its {what} was {was}, now it is {now}")
     run = Run(settings, config, corpus, folder)
     run.restore(checkpoint, state)
+    if RANK > 0:
+        return run
     cut_log(folder, run.step)
     if read_text(mhf.__file__) != read_text(folder / "mhf.py"):
         copy = folder / f"mhf-from-step-{run.step}.py"
@@ -1059,17 +1236,11 @@ def is_out_of_memory(error):
 
 def out_of_memory(run):
     """What to say when the memory was too small for a micro batch."""
-    used = peak_memory(run.device) or math.nan
-    if run.device.type == "cuda":
-        total = torch.cuda.get_device_properties(run.device).total_memory
-    elif hasattr(os, "sysconf"):
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:  # Windows
-        total = math.nan
+    used, total = peak_memory(run.device) or math.nan, total_memory(run.device)
     smaller = f"--micro_batch {run.micro // 2}" if run.micro > 1 else "a smaller --preset"
     return RunError(
         f"out of memory with {run.micro} sequences at a time: {used:.1f} GiB used of "
-        f"{total / 2**30:.1f}; try {smaller}"
+        f"{total:.1f}; try {smaller}"
     )
 
 
@@ -1084,6 +1255,9 @@ def run_command(given):
         print(f"{corpus.name} ({corpus.hash}): {len(corpus.training):,} tokens to train on")
         return 0
     run = resumed_run(resume, given) if resume else new_run(given)
+    if RANK > 0:
+        follow(run)
+        return 0
     for name, text in run.describe():
         print(f"{name:<11} {text}")
     try:
@@ -1109,6 +1283,8 @@ def main(argv=None):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8")
     given = parse(argv)
+    if RANK > 0:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         return run_command(given)
     except BrokenPipeError:  # the reader, `head` for example, has enough
@@ -1126,6 +1302,9 @@ def main(argv=None):
         return 1
     except KeyboardInterrupt:
         return 130
+    finally:
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 if __name__ == "__main__":
