@@ -819,16 +819,19 @@ class Run:
         self.step, self.seconds, self.skipped, self.fetched = 0, 0.0, 0, (0, None)
 
     def default_micro_batch(self):
-        """512 tokens on a CPU, so that its caches hold the scores; elsewhere what fills 4 GiB."""
-        T, c = self.config.max_position_embeddings, self.config
+        """1,024 tokens on a CPU, whose caches hold little; elsewhere 16,384, or half the memory."""
+        T = self.config.max_position_embeddings
         if self.device.type == "cpu":
-            return max(1, 512 // T)
-        return max(1, 2**28 // (T * (c.vocab_size + c.num_hashes * c.num_buckets)))
+            return max(1, 1024 // T)
+        sizes = [max(1, 16384 // T) // 2**i for i in range(15)]
+        room = total_memory(self.device) * 2**30 / 2
+        return next((n for n in sizes if n and sum(self.memory_plan(n).values()) < room), 1)
 
-    def memory_plan(self):
-        n = self.model.num_parameters()["total"]
-        positions = self.micro * self.config.max_position_embeddings
+    def memory_plan(self, micro_batch):
+        """The bytes that training with so many sequences at a time takes; see `memory_plan`."""
+        positions = micro_batch * self.config.max_position_embeddings
         low, recompute = self.precision != "fp32", self.settings.checkpoint_activations
+        n = self.model.num_parameters()["total"]
         return memory_plan(self.config, n, positions, low, recompute, self.loss_head)
 
     def autocast(self):
@@ -1002,7 +1005,7 @@ class Run:
             f"{s.steps:,} of {s.tokens_per_step:,} tokens: {self.rows} × {T}{shared}, {self.micro} "
             f"at once, {self.loss_head} head",
         )
-        plan = self.memory_plan()
+        plan = self.memory_plan(self.micro)
         parts = " + ".join(f"{plan[k] / 2**30:.2f} {k}" for k in plan)
         total, there = sum(plan.values()) / 2**30, total_memory(self.device)
         yield "memory", f"about {total:.2f} GiB of {there:.1f}: {parts}"

@@ -703,7 +703,7 @@ def test_micro_batches_give_the_same_gradients(objective):
 
 
 def test_the_micro_batch_by_default_divides_the_step():
-    """On a CPU about 512 tokens at a time, never more than the step has, never 0 sequences."""
+    """On a CPU about 1,024 tokens at a time, never more than the step has, never 0 sequences."""
     sizes = [(2, 32), (8, 256), (4, 2048)]
     expected = []
     for rows, T in sizes:
@@ -713,7 +713,20 @@ def test_the_micro_batch_by_default_divides_the_step():
         tokenizer = mhf.Tokenizer.train(TEXT, 300)
         corpus = train.Corpus("", "", tokenizer, "", None, None)
         expected.append(train.Run(settings, config, corpus, None).micro)
-    assert expected == [2, 2, 1]
+    assert expected == [2, 4, 1]
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(80, 8), (24, 4), (14.6, 2), (2, 1)])
+def test_the_micro_batch_follows_the_memory(gib, expected, monkeypatch):
+    """Elsewhere: 16,384 positions, or fewer, so that the plan takes half of the memory at most."""
+    monkeypatch.setattr(train, "total_memory", lambda device: gib)
+    settings, overrides = train.settings_of(train.parse(["--preset", "100m", "--data", "text.txt"]))
+    run = train.Run.__new__(train.Run)
+    run.device, run.precision, run.loss_head = torch.device("cuda"), "bf16", "lean"
+    run.settings, run.config = settings, mhf.Config.preset("100m")
+    with torch.device("meta"):
+        run.model = train.mhf.Transformer(run.config)
+    assert run.default_micro_batch() == expected
 
 
 def test_weight_decay_is_for_matrices_only():
