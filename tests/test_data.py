@@ -15,6 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import regex
+import tiktoken
+import tiktoken_ext.openai_public as public
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -494,6 +497,450 @@ def test_name_and_hash_stand_in_log_run_and_checkpoint(monkeypatch):
     for path in (Path("runs/a/run.json"), Path("runs/a/step-1/train.json")):
         about = json.loads(path.read_text(encoding="utf-8"))
         assert (about["data"], about["data_hash"]) == ("mon texte.txt", expected)
+
+
+# ---------------------------------------------------------------------------------------------
+# More text than memory: pieces, shards and what is left of them by a kill
+# ---------------------------------------------------------------------------------------------
+
+ODD = "aB9é漢 '\n\r\t.,。，-/_*\u0301\u017f…\u3000\x1c\u2028"
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Pieces of 40 characters and shards of 100 tokens, so that small texts have many."""
+    monkeypatch.setattr(train, "PIECE", 40)
+    monkeypatch.setattr(train, "SHARD", 100)
+
+
+@pytest.fixture
+def encoded(monkeypatch):
+    """The list of all texts that are encoded from now on."""
+    texts, original = [], tiktoken.Encoding.encode_to_numpy
+    monkeypatch.setattr(
+        tiktoken.Encoding,
+        "encode_to_numpy",
+        lambda self, text, **how: texts.append(text) or original(self, text, **how),
+    )
+    return texts
+
+
+def patterns():
+    """How each of tiktoken's encodings, and ours, cuts a text into words."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("load_tiktoken_bpe", "data_gym_to_mergeable_bpe_ranks"):  # they download
+            patch.setattr(public, name, lambda *_, **__: {})
+        found = {name: make()["pat_str"] for name, make in public.ENCODING_CONSTRUCTORS.items()}
+    return found | {"ours": mhf.Tokenizer.PATTERN}
+
+
+PATTERNS = patterns()
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@example(text="aB's 9's it's\n/a's/\n", size=1)
+@given(text=st.text(ODD, max_size=60), size=st.integers(1, 5))
+def test_words_of_pieces_are_those_of_the_whole(name, text, size):
+    """No tokenizer has a word, and so no token, across the border of two pieces."""
+    pattern = regex.compile(PATTERNS[name])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "PIECE", size)
+        cut = [piece for piece, _ in train.in_pieces([text])]
+    assert "".join(cut) == text
+    assert [word for piece in cut for word in pattern.findall(piece)] == pattern.findall(text)
+
+
+def test_pieces_are_about_as_long_as_asked():
+    """Words of 5 letters at most: no piece is shorter than PIECE, none 5 characters longer."""
+    text = " ".join("abcde"[: i % 5 + 1] for i in range(100_000))
+    sizes = [len(piece) for piece, _ in train.in_pieces([text])]
+    assert len(sizes) > 5
+    assert all(train.PIECE <= size <= train.PIECE + 5 for size in sizes[:-1])
+
+
+@given(chunks=st.lists(st.text(ODD, max_size=9), max_size=9), size=st.integers(1, 9))
+def test_pieces_do_not_depend_on_how_a_text_is_read(chunks, size):
+    """In chunks or at once: the same pieces, so that a resumed run counts what it counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "PIECE", size)
+        assert [*train.in_pieces(chunks)] == [*train.in_pieces(["".join(chunks)])]
+
+
+def plain(documents, tokenizer):
+    """Both parts' token ids, as one would write it for a text that fits into memory."""
+    left, i = int(0.95 * sum(map(len, documents))), 0
+    while len(documents[i]) <= left:
+        left -= len(documents[i])
+        i += 1
+    text = documents[i]
+    cut = text.find("\n", left) + 1
+    cut = cut if 0 < cut < len(text) else left
+    parts = [*documents[:i], text[:cut]], [text[cut:], *documents[i + 1 :]]
+    encode, end = tokenizer.encoding.encode_ordinary, tokenizer.eot
+    return [[token for text in part for token in (*encode(text), end)] for part in parts]
+
+
+STORY = "".join(
+    f"{i}. « Ça va? »\r\n\n  - 漢字、中文。<|endoftext|>it's {i * 77} …\n" for i in range(120)
+)
+CORPORA = {
+    "text": {"a.txt": STORY},
+    "one line": {"a.txt": STORY.replace("\n", " ").replace("\r", " ")},
+    "jsonl": {"a.jsonl": lines_of("", STORY, "short", TEXT, *STORY.splitlines(), ascii=True)},
+    "gz": {"a.txt.gz": gzip.compress(STORY.encode())},
+    "jsonl.gz": {"a.jsonl.gz": gzip.compress(lines_of(TEXT, "", STORY).encode())},
+    "mixed": {
+        "a.txt": "\ufeff" + STORY,
+        "b.jsonl": lines_of(STORY, "é", TEXT),
+        "c.txt.gz": gzip.compress(TEXT.encode()),
+        "d.md": "",
+        "e.txt": "the end",
+    },
+}
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_the_tokens_are_those_of_the_plain_way(name, small, cache):
+    """Ids from pieces, threads and shards equal encode_ordinary of every whole text, and an end."""
+    for file, content in CORPORA[name].items():
+        write(f"corpus/{file}", content)
+    documents = []
+    for path in sorted(Path("corpus").iterdir()):
+        raw = path.read_bytes()
+        text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
+        lines = text.split("\n") if ".jsonl" in path.name else []
+        documents += [json.loads(line)["text"] for line in lines if line] if lines else [text]
+    documents = [text for text in documents if text]
+    corpus = train.prepare(settings("corpus", tokenizer="bpe:400"))
+    expected = plain(documents, corpus.tokenizer)
+    assert [corpus.training[:].tolist(), corpus.held_out[:].tolist()] == expected
+    assert len([*cache.glob("tokens-*/*.npy")]) > 8
+
+
+@given(texts=documents, size=st.integers(1, 3))
+@example(["one line\n"], 1)
+@example(["a b" * 99, "a" * 15], 1)  # held out from the start of a text without a line
+def test_the_split_of_pieces_is_that_of_the_texts(texts, size):
+    """However small the pieces are, the same characters and ends are held out."""
+    tokenizer = mhf.Tokenizer.train("ab", 257)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "PIECE", size)
+        stream = train.split(train.pieces(texts), sum(map(len, texts)))
+        ids = {False: [], True: []}
+        for found, about in train.encode(tokenizer, stream):
+            ids[about["held_out"]] += found.tolist()
+    assert [ids[False], ids[True]] == plain(texts, tokenizer)
+
+
+def test_a_tokenizer_trained_on_pieces_is_the_one_of_the_whole(small):
+    """The words that rustbpe counts, and so all merges, are the same."""
+    write("a.txt", STORY + TEXT)
+    (training,), _ = split([STORY + TEXT])
+    expected = mhf.Tokenizer.train(training, 400).all_bytes()
+    assert train.prepare(settings("a.txt", tokenizer="bpe:400")).tokenizer.all_bytes() == expected
+
+
+def test_a_tokenizer_is_trained_on_the_start_of_a_large_text(small, monkeypatch, capsys):
+    """Above LARGE characters it sees the first of them only, and that is said."""
+    monkeypatch.setattr(train, "LARGE", 1000)
+    write("a.txt", TEXT[:1000] + STORY)
+    found = train.prepare(settings("a.txt", tokenizer="bpe:280")).tokenizer
+    assert found.all_bytes() == mhf.Tokenizer.train(TEXT[:1000], 280).all_bytes()
+    assert "trained on the first 1,000 characters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("size", "dtype"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
+def test_tokens_take_two_bytes_where_they_can(size, dtype, cache):
+    """65,536 tokens fit 16 bits; of 65,537 the last, the end of a text, is 65536 and not 0."""
+    ranks = {bytes([i]): i for i in range(256)}
+    ranks |= {b"%07d" % i: i for i in range(256, size - 1)}
+    special = {"<|endoftext|>": size - 1}
+    tokenizer = mhf.Tokenizer("made up", mhf.Tokenizer.PATTERN, ranks, special)
+    parts = train.tokenise(tokenizer, [TEXT], len(TEXT), cache / "tokens")
+    assert [(part[:].dtype, part[-1:].tolist()) for part in parts] == [(dtype, [size - 1])] * 2
+
+
+shards = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=5), min_size=1, max_size=5)
+places = st.none() | st.integers(-30, 30)
+
+
+@given(parts=shards, start=places, stop=places)
+def test_slices_across_shards_are_those_of_one_array(parts, start, stop):
+    """Any slice, also an empty one or one counted from the end, equals that of all in one array."""
+    arrays = [np.array(part, np.uint16) for part in parts]
+    tokens, one = train.Tokens(arrays), np.concatenate(arrays)
+    assert len(tokens) == len(one)
+    assert tokens[start:stop].tolist() == one[start:stop].tolist()
+    assert tokens[start:stop].dtype == np.uint16
+
+
+def test_batches_from_shards_are_those_from_one_array(small):
+    """The same seed and step draw the same windows, wherever a shard ends."""
+    write("a.txt", TEXT)
+    corpus = train.prepare(settings("a.txt"))
+    assert len(corpus.training.shards) > 10
+    one = corpus.training[:]
+    for step in range(20):
+        for found, expected in zip(
+            *(train.batch(ids, 1, step, 8, 64) for ids in (corpus.training, one))
+        ):
+            assert torch.equal(found, expected)
+
+
+KILLS = """
+import itertools, os, shutil, signal, sys
+import train
+
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
+train.PIECE, train.SHARD, settings = 40, 900, train.Settings(data=["a.txt"], tokenizer="bpe:300")
+
+def killed(moment):
+    def hook(event, args, count=itertools.count()):
+        if event in EVENTS and "tokens-" in str(args[0]) and ".lock" not in str(args[0]):
+            if next(count) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+    train.prepare(settings)
+    os._exit(0)
+
+train.tokenise, tokenise = (lambda *_: (0, 0)), train.tokenise
+train.prepare(settings)  # the tokenizer alone
+train.tokenise = tokenise
+for moment in itertools.count():
+    shutil.copytree(sys.argv[1], f"killed/{moment}")
+    os.environ["MHF_CACHE"] = f"killed/{moment}"
+    child = os.fork()
+    if not child:
+        killed(moment)
+    if os.WIFEXITED(os.waitpid(child, 0)[1]):
+        break
+"""
+
+
+def shards_in(cache):
+    (folder,) = (path for path in cache.glob("tokens-*") if path.is_dir())
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_kill_at_any_moment_loses_and_repeats_no_document(cache, monkeypatch, encoded):
+    """kill -9 before each file operation of tokenising; then the next run goes on.
+
+    Its shards are byte for byte those of a run without a kill, nothing else is left, and it
+    encodes those pieces alone that are in no whole shard.
+    """
+    write("a.txt", TEXT)
+    where = os.environ | {"PYTHONPATH": str(Path(train.__file__).parent)}
+    command = [sys.executable, "-c", KILLS, str(cache)]
+    done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *killed, finished = sorted(Path("killed").iterdir(), key=lambda path: int(path.name))
+    expected = shards_in(finished)
+    total = sum(about["pieces"] for about in json.loads(expected["index.json"]))
+    monkeypatch.setattr(train, "PIECE", 40)
+    monkeypatch.setattr(train, "SHARD", 900)
+    saved = []
+    for folder in killed:
+        index = [*folder.glob("tokens-*/index.json")]
+        before = json.loads(index[0].read_bytes()) if index else []
+        saved.append(sum(about["pieces"] for about in before))
+        encoded.clear()
+        monkeypatch.setenv("MHF_CACHE", str(folder))
+        train.prepare(settings("a.txt"))
+        assert shards_in(folder) == expected, folder
+        assert len(encoded) == total - saved[-1]
+    assert len(expected) > 4 and len({*saved}) == len(expected)
+
+
+MEMORY = """
+import os, re
+from pathlib import Path
+import train
+
+os.cpu_count = lambda: 2  # more threads have more in memory
+train.SHARD = 2**19
+for name in ("small.txt", "large.txt", "large.jsonl"):
+    corpus = train.prepare(train.Settings(data=[name], tokenizer="tokenizer.tiktoken"))
+    peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
+    print(int(peak[1]) / 2**10, len(corpus.training))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak")
+def test_memory_does_not_grow_with_the_text():
+    """Two files of 20 MB raise the peak by less than 16 MiB: chunks, a shard and what is between.
+
+    Read as a whole, one of them is 20 MB of bytes and 20 MB of string.
+    """
+    mhf.Tokenizer.train(TEXT, 600).save(Path())
+    write("small.txt", TEXT * 100)
+    write("large.txt", TEXT * (20_000_000 // len(TEXT)))
+    write("large.jsonl", lines_of(TEXT * 50) * (20_000_000 // len(TEXT) // 50))
+    where = os.environ | {"PYTHONPATH": str(Path(train.__file__).parent)}
+    command = [sys.executable, "-c", MEMORY]
+    done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    peaks, tokens = zip(*(map(float, line.split()) for line in done.stdout.splitlines()))
+    assert min(tokens[1:]) > 8 * 2**19
+    assert peaks[2] - peaks[0] < 16
+
+
+def test_few_pieces_are_in_memory_at_a_time(monkeypatch):
+    """However slow the work is, no more items are taken than two for each thread and one."""
+    monkeypatch.setattr(train.os, "cpu_count", lambda: 3)
+    taken, done = [], []
+    items = (taken.append(i) or i for i in range(100))
+    for i in train.in_order(lambda i: i * i, items):
+        assert len(taken) - len(done) <= 7
+        done.append(i)
+    assert done == [i * i for i in range(100)]
+
+
+@pytest.fixture
+def full_disk():
+    """No file may grow beyond 400 bytes: a shard of 100 tokens and its header fit, two do not."""
+    resource = pytest.importorskip("resource")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+
+    yield limit
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize("size", [600, 40], ids=["index", "shards"])
+def test_a_disk_that_fills_up_leaves_the_rest_in_memory(size, small, full_disk):
+    """What does not fit on the disk, from the first or a later shard on, is kept in memory."""
+    write("a.txt", TEXT)
+    full_disk(size)
+    corpus = train.prepare(settings("a.txt"))
+    expected = plain([TEXT], corpus.tokenizer)
+    assert [corpus.training[:].tolist(), corpus.held_out[:].tolist()] == expected
+
+
+def test_nothing_is_kept_behind_a_shard_that_is_not(small, monkeypatch):
+    """The disk is full for the second shard only: the next run goes on with the second."""
+    save, calls = np.save, []
+
+    def second_fails(path, ids):
+        calls.append(path)
+        if len(calls) == 2:
+            raise OSError(28, "No space left on device")
+        save(path, ids)
+
+    write("a.txt", TEXT)
+    monkeypatch.setattr(train.np, "save", second_fails)
+    for corpus in (train.prepare(settings("a.txt")), train.prepare(settings("a.txt"))):
+        expected = plain([TEXT], corpus.tokenizer)
+        assert [corpus.training[:].tolist(), corpus.held_out[:].tolist()] == expected
+    assert len(calls) == 1 + len(corpus.training.shards + corpus.held_out.shards)
+
+
+def test_a_disk_too_full_for_a_large_text_is_one_sentence(small, full_disk, monkeypatch, capsys):
+    """More than LARGE characters: exit 1, the folder, and MHF_CACHE; with room it goes on."""
+    monkeypatch.setattr(train, "LARGE", len(TEXT) - 1)
+    write("a.txt", TEXT)
+    full_disk(600)
+    flags = ["--prepare", "--data", "a.txt", "--tokenizer", "bpe:300"]
+    assert train.main(flags) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("train.py: ") and error.count("\n") == 1
+    assert os.environ["MHF_CACHE"] in error and "MHF_CACHE" in error and f"{len(TEXT):,}" in error
+    full_disk(10**6)
+    assert train.main(flags) == 0
+    corpus = train.prepare(settings("a.txt"))
+    assert [corpus.training[:].tolist(), corpus.held_out[:].tolist()] == plain(
+        [TEXT], corpus.tokenizer
+    )
+
+
+TOKENISERS = """
+import os, sys, time
+import tiktoken, train
+
+def encode(self, text, original=tiktoken.Encoding.encode_to_numpy, **how):
+    os.write(1, b"encoded\\n")
+    time.sleep(0.002)
+    return original(self, text, **how)
+
+def read(path, original=train.read_chunks):
+    if str(path) == "a.txt":
+        os.write(1, b"read\\n")
+    return original(path)
+
+train.PIECE, train.SHARD = 40, 300
+train.read_chunks, tiktoken.Encoding.encode_to_numpy = read, encode
+start, go = os.pipe()
+for _ in range(3):
+    if not os.fork():
+        os.close(go)
+        os.read(start, 1)  # returns when the parent closes its end
+        corpus = train.prepare(train.Settings(data=["a.txt"], tokenizer="bpe:300"))
+        os.write(1, b"%d tokens\\n" % len(corpus.training))
+        os._exit(0)
+os.close(go)
+for _ in range(3):
+    os.wait()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_processes_that_start_together_tokenise_once():
+    """Of three, one reads the text for its hash, the tokenizer and the tokens, and encodes it."""
+    os.utime(write("a.txt", TEXT), (1, 1))
+    where = os.environ | {"PYTHONPATH": str(Path(train.__file__).parent)}
+    command = [sys.executable, "-c", TOKENISERS]
+    done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "PIECE", 40)
+        pieces = len([*train.split(train.pieces([TEXT]), len(TEXT))])
+    lines = done.stdout.splitlines()
+    assert (lines.count("encoded"), lines.count("read")) == (pieces, 3)
+    assert len(lines) == pieces + 6 and len({line for line in lines if "tokens" in line}) == 1
+
+
+def test_an_untouched_file_is_read_once(monkeypatch):
+    """Its hash is kept by name, size and time; another time means that it is read again."""
+    path = write("a.txt", TEXT)
+    os.utime(path, (1, 1))
+    first = train.prepare(settings("a.txt"))
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "pieces", None)
+        assert train.prepare(settings("a.txt")).hash == first.hash
+        os.utime(path, (1, 2))
+        with pytest.raises(TypeError):
+            train.prepare(settings("a.txt"))
+    assert train.scan([path, path]) != train.scan([path])
+
+
+def test_a_file_written_just_now_is_read_again():
+    """Clocks of file systems tick in up to 2 seconds, so that a second change may not show."""
+    path = write("a.txt", TEXT)
+    about = path.stat()
+    first = train.scan([path])
+    write("a.txt", TEXT.upper())
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert train.scan([path]) != first
+
+
+@pytest.mark.parametrize("change", ["longer", "shorter"])
+def test_a_text_that_changes_meanwhile_ends_the_run(change, monkeypatch, capsys, cache):
+    """A file that grows or shrinks between its hash and its tokens: exit 1, nothing is kept."""
+    path, original = write("a.txt", TEXT), train.get_tokenizer
+
+    def changed(*arguments):
+        tokenizer = original(*arguments)
+        path.write_text(TEXT + "more\n" if change == "longer" else TEXT[:1000], encoding="utf-8")
+        return tokenizer
+
+    monkeypatch.setattr(train, "get_tokenizer", changed)
+    assert train.main(["--prepare", "--data", "a.txt", "--tokenizer", "bpe:300"]) == 1
+    error = capsys.readouterr().err
+    assert "changed" in error and error.count("\n") == 1
+    assert not [*cache.glob("tokens-*/*")]
 
 
 # ---------------------------------------------------------------------------------------------
