@@ -744,20 +744,22 @@ class LanguageModel(nn.Module):
             total = torch.where(counted, self.nll(h, targets, objective), 0.0).sum()
         return total / counted.sum().clamp(min=1)
 
+    def _log_prob_chunks(self, ids):
+        """Yields log P of some positions after the others (chunk, V), 2^25 numbers at a time."""
+        size = max(1, 2**25 // self.config.vocab_size)
+        for h in self(ids).flatten(0, 1).split(size):
+            yield (self.token_scores(h) / self.config.calibration).log_softmax(-1)  # (chunk, V)
+
     def log_probs(self, ids):
         """ids (N, T) -> log P of every token as the next one (N, T, V), calibrated."""
-        scores = self.token_scores(self(ids).flatten(0, 1))  # (M, V)
-        return (scores / self.config.calibration).log_softmax(-1).view(*ids.shape, -1)  # (N, T, V)
+        return torch.cat([*self._log_prob_chunks(ids)]).view(*ids.shape, -1)  # (N, T, V)
 
     @torch.no_grad()
     def top_tokens(self, ids, k):
-        """The k best next tokens: (log_probs, ids), each (N, T, k), from 2^25 scores at a time."""
-        chunk, k = max(1, 2**25 // self.config.vocab_size), min(k, self.config.vocab_size)
-        parts = [
-            (self.token_scores(h) / self.config.calibration).log_softmax(-1).topk(k)
-            for h in self(ids).flatten(0, 1).split(chunk)
-        ]
-        return tuple(torch.cat(part).view(*ids.shape, k) for part in zip(*parts))
+        """The k best next tokens: (log_probs, ids), each (N, T, k), without an (N, T, V) tensor."""
+        k = min(k, self.config.vocab_size)
+        best = zip(*(chunk.topk(k) for chunk in self._log_prob_chunks(ids)))
+        return tuple(torch.cat(part).view(*ids.shape, k) for part in best)
 
     def generate(
         self, ids, max_new_tokens=100, temperature=1.0, top_k=None, top_p=None, stop=(), seed=None

@@ -1014,7 +1014,8 @@ class Run:
             mhf.lean_loss = torch.compiler.disable(mhf.lean_loss)
             self.loss.compile()
         if PROCESSES > 1:
-            self.loss = torch.nn.parallel.DistributedDataParallel(self.loss)
+            how = dict(broadcast_buffers=False)  # they never change
+            self.loss = torch.nn.parallel.DistributedDataParallel(self.loss, **how)
         sizes = [len(token or b"") for token in corpus.tokenizer.all_bytes()]
         self.token_sizes = torch.tensor(sizes + [0] * (self.config.vocab_size - len(sizes)))
         self.micro = min(self.rows, settings.micro_batch or self.default_micro_batch())
@@ -1117,10 +1118,11 @@ class Run:
         loss, norm = over_processes(loss, self.device), norm.item()
         # In fp16 gradients may overflow; that is the scaler's business below.
         if not math.isfinite(loss if self.scaler.is_enabled() else loss + norm):
+            last = self.folder and self.folder / name_of(self.folder, "last")
+            kept = f"; the last good checkpoint is {last}" if last else ""
             raise RunError(
                 f"step {self.step}: the loss is {loss}, its gradient's norm {norm}; try a lower "
-                "--learning_rate; the last good checkpoint is "
-                f"{self.folder and self.folder / name_of(self.folder, 'last')}"
+                f"--learning_rate{kept}"
             )
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
