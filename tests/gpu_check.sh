@@ -6,6 +6,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 SECONDS=0
 timeout 120 python -m pytest -m device -q || status=$?
-python tests/benchmark.py --gpu --budget $((330 - SECONDS)) || status=$?
+timeout $((355 - SECONDS)) python tests/benchmark.py --gpu --budget $((330 - SECONDS)) || status=$?
 echo "gpu_check: $SECONDS s, exit status ${status:-0}"
 exit "${status:-0}"

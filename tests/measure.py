@@ -104,13 +104,14 @@ class Bench:
 
 
 def check(row, text, value, bars=(), low=False):
-    """Note a number to compare, with its (aim, bar) where it has them; low: less is better."""
+    """Note a number to compare, with (aim, bar) or (aim,) if it has them; low: less is better."""
     entry = {"text": text.format(f"{value:.3g}"), "value": value}
     if bars:
-        aim, bar = (value <= x if low else value >= x for x in bars)
-        entry |= {"aim": bars[0], "bar": bars[1], "bar_met": bar}
-        met = "aim met" if aim else "bar met" if bar else "bar missed"
-        entry["text"] += f" (aim {bars[0]:g}, bar {bars[1]:g}: {met})"
+        good = [value <= x if low else value >= x for x in bars]
+        entry |= dict(zip(("aim", "bar"), bars)) | dict(zip(("aim_met", "bar_met"), good))
+        names = ", ".join(f"{name} {x:g}" for name, x in zip(("aim", "bar"), bars))
+        met = "aim met" if good[0] else "bar met" if good[-1] else "missed"
+        entry["text"] += f" ({names}: {met})"
     row["checks"].append(entry)
 
 
@@ -161,6 +162,8 @@ def markdown(rows):
         low, middle, high = (1e3 * f(row["seconds"]) for f in (min, statistics.median, max))
         digits = 0 if middle >= 100 else 1 if middle >= 10 else 2
         line = [row[k] for k in ("part", "setting", "form", "precision")]
+        if "micro_batch" in row:
+            line[2] += f" ({row['micro_batch']} at a time)"
         line.append(f"{middle:,.{digits}f} ms ({low:,.{digits}f}–{high:,.{digits}f})")
         line.append(f"{row['tokens_per_second']:,.0f}" if row["tokens"] else "")
         memory = row["extra_memory"]
@@ -176,6 +179,7 @@ def picture(rows, path):
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     figure, panels = plt.subplots(1, 4, figsize=(16, 4), layout="constrained")
     labels = {"B": "buckets B (H 4)", "H": "hash functions H (B 2048)"}
@@ -195,7 +199,9 @@ def picture(rows, path):
         ticks = sorted({row["x"] for row in mine})
         axes.set(xscale="log", yscale="log", xlabel=label)
         axes.set_xticks(ticks, [f"{t // 1024}K" if t >= 2048 else str(t) for t in ticks])
-        axes.xaxis.minorticks_off()
+        axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+        axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:,.0f}"))
+        axes.minorticks_off()
         unit = (
             "whole step (tokens/s)"
             if panel == "T"

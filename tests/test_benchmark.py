@@ -135,13 +135,12 @@ def test_gpu_mode_leaves_out_what_does_not_fit(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "gpu-tried-on-cpu.json").exists()
 
 
-def test_gpu_mode_runs_on_the_cpu(monkeypatch):
+def test_gpu_mode_runs_on_the_cpu():
     """Its steps, eager, in bf16 and in fp16 with loss scaling, at a tiny size."""
     bench = measure.Bench(SMOKE, torch.device("cpu"))
-    monkeypatch.setattr(measure, "MATRIX", 64)
     config = benchmark.mhf.Config.preset("tiny", **SMALL)
     trainee = benchmark.Trainee(benchmark.build(config, bench.device))
     for precision in ("bf16", "fp16"):
-        benchmark.gpu_group(bench, "tiny", trainee, precision, False, 2, 8)
+        benchmark.gpu_group(bench, "tiny", trainee, precision, False, 2, 8, 1e12)
     assert [row["form"] for row in bench.rows] == ["plain", "lean"] * 2
     assert all(row["share"] > 0 for row in bench.rows)
