@@ -211,6 +211,11 @@ def gather(log_p, columns):
     return sum(log_p[:, j].index_select(1, ids) for j, ids in enumerate(columns))
 
 
+def columns_of(log_p):
+    """(M, H, B) -> (H·B, M), as token_scores lays it out."""
+    return log_p.flatten(1).T.clone(memory_format=torch.contiguous_format)
+
+
 @torch.no_grad()
 def scoring(bench):
     """Scores of all V tokens from log p (M, H, B): a gather for each function, or embedding_bag."""
@@ -224,7 +229,7 @@ def scoring(bench):
             jobs = {
                 ("H gathers", "fp32"): lambda p=log_p, c=columns: gather(p, c) is None,
                 ("embedding_bag", "fp32"): lambda p=log_p, model=model: (
-                    model.sum_over_signatures(p.flatten(1).T.contiguous()) is None
+                    model.sum_over_signatures(columns_of(p)) is None
                 ),
             }
             compare(*reversed(bench.measure("e", f"V {V:,}, {M} positions", jobs).values()))
