@@ -1052,8 +1052,9 @@ class LeanLoss(torch.autograd.Function):
         dh, grads = torch.empty_like(h), [torch.zeros_like(p) for p in (weight, *others)]
         table = list(zip(weight.detach().to(low).view(shape), grads[0].view(shape)))
         wide = shape[1] if objective == "independent" else max(shape[1], model.config.vocab_size)
-        # Positions at a time: many for fast products, few for the caches of a CPU.
-        size = min(512, max(64, 2**22 // wide)) if kind == "cpu" else max(256, 2**25 // wide)
+        # Positions at a time: many for fast products, few (16 MiB a buffer) for a CPU's caches.
+        few = min(512, max(64, 2**24 // low.itemsize // wide))
+        size = few if kind == "cpu" else max(256, 2**25 // wide)
         total = h.new_zeros((), dtype=torch.float32)
         unit = 1 / 16 if low == torch.float16 else 1.0  # float16 ends at 65,504
 
