@@ -29,6 +29,7 @@ import functools
 import itertools
 import json
 import os
+import struct
 import sys
 import tempfile
 from array import array
@@ -46,6 +47,12 @@ from torch.utils.checkpoint import checkpoint
 
 OBJECTIVES = ("independent", "exact", "joint")
 HEADS = ("plain", "lean")
+HOW = dict(use_reentrant=False, preserve_rng_state=False)  # of checkpoint: nothing is random
+
+
+def _one_of(name, value, allowed):
+    if value not in allowed:
+        raise ValueError(f"{name} is one of {', '.join(allowed)}, not {value!r}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -107,10 +114,9 @@ class Config:
             raise ValueError(f"num_attention_heads {A} does not divide by num_key_value_heads {K}")
         if self.num_lsh > self.num_hashes:
             raise ValueError(f"num_lsh {self.num_lsh} exceeds num_hashes {self.num_hashes}")
-        names = {"model": ("mhf", "standard"), "adapter_init": ("normal", "identity")}
-        for name, allowed in (names | {"objective": OBJECTIVES}).items():
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name} is one of {', '.join(allowed)}, not {value!r}")
+        _one_of("model", self.model, ("mhf", "standard"))
+        _one_of("adapter_init", self.adapter_init, ("normal", "identity"))
+        _one_of("objective", self.objective, OBJECTIVES)
 
     @property
     def shares_signatures(self):
@@ -313,7 +319,9 @@ class SignatureTable:
 
     def lookup(self, signature):
         """The (lowest) token id that has this signature, or None."""
-        return self._owner.get(_pack(signature)) if len(signature) == self.num_hashes else None
+        if len(signature) != self.num_hashes or not all(0 <= i < 2**32 for i in signature):
+            return None
+        return self._owner.get(_pack(signature))
 
     def trace(self, token):
         """The tries by which a token, registered or not, got or would get its last id.
@@ -392,7 +400,7 @@ _hash128 = mmh3.mmh3_x64_128_uintdigest  # (bytes, seed) -> unsigned 128-bit int
 
 def _pack(signature):
     """A signature as one integer, 32 bits an id: a third of a tuple's memory as a key."""
-    return functools.reduce(lambda key, id_: key << 32 | int(id_), signature)
+    return int.from_bytes(struct.pack(f">{len(signature)}I", *signature), "big")
 
 
 @functools.lru_cache(maxsize=1)
@@ -621,10 +629,7 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """The embedding table (`table_rows` rows), the blocks and the final norm.
-
-    checkpoint_activations: training keeps each block's input only, and computes the rest again.
-    """
+    """Table of `table_rows`, blocks, final norm; checkpoint_activations: blocks are run twice."""
 
     def __init__(self, config, table_rows):
         super().__init__()
@@ -645,7 +650,7 @@ class Backbone(nn.Module):
         cos, sin = self.cos[at].to(x.dtype), self.sin[at].to(x.dtype)  # (T, C) or (N, 1, T, C)
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for i, layer in enumerate(self.layers):
-            run = functools.partial(checkpoint, layer, use_reentrant=False) if recompute else layer
+            run = functools.partial(checkpoint, layer, **HOW) if recompute else layer
             x = run(x, cos, sin, cache, i)  # (N, T, D)
             outputs.append(x)
         x = self.norm(x)  # (N, T, D)
@@ -690,10 +695,9 @@ class CascadeDecoder(nn.Module):
         )
 
     def steps(self, h, table, targets=None, force=(), predict=predict):
-        """Yields what `predict` returns for each j: o_j, the loss of targets (..., H), e_j.
+        """Yields for each j what `predict` returns: o_j, the loss of targets (..., H), e_j.
 
-        h (..., D), table (H, B, D). `force` maps functions to buckets: the soft embedding of such
-        a function is that bucket's row, whatever its logits say.
+        h (..., D), table (H, B, D). force: {function: bucket whose row is its soft embedding}.
         """
         c = h
         for j, E in enumerate(table):
@@ -731,11 +735,8 @@ class LanguageModel(nn.Module):
         A target must be a token that is assigned: others have no probability to learn.
         head: lean computes what plain does, with less memory and faster, see `LeanLoss`.
         """
-        if objective not in OBJECTIVES or head not in HEADS:
-            raise ValueError(
-                f"objective is one of {', '.join(OBJECTIVES)} and head one of {', '.join(HEADS)}, "
-                f"not {objective!r} and {head!r}"
-            )
+        _one_of("objective", objective, OBJECTIVES)
+        _one_of("head", head, HEADS)
         counted = targets.flatten() != -100  # (M,)
         h, targets = self(ids).flatten(0, 1), targets.flatten().where(counted, 0)  # (M, D), (M,)
         if head == "lean" and torch.is_grad_enabled() and isinstance(self, MultiHashFormer):
@@ -744,21 +745,15 @@ class LanguageModel(nn.Module):
             total = torch.where(counted, self.nll(h, targets, objective), 0.0).sum()
         return total / counted.sum().clamp(min=1)
 
-    def _log_prob_chunks(self, ids):
-        """Yields log P of some positions after the others (chunk, V), 2^25 numbers at a time."""
-        size = max(1, 2**25 // self.config.vocab_size)
-        for h in self(ids).flatten(0, 1).split(size):
-            yield (self.token_scores(h) / self.config.calibration).log_softmax(-1)  # (chunk, V)
-
     def log_probs(self, ids):
         """ids (N, T) -> log P of every token as the next one (N, T, V), calibrated."""
-        return torch.cat([*self._log_prob_chunks(ids)]).view(*ids.shape, -1)  # (N, T, V)
+        return torch.cat([*_log_prob_chunks(self, ids)]).view(*ids.shape, -1)  # (N, T, V)
 
     @torch.no_grad()
     def top_tokens(self, ids, k):
         """The k best next tokens: (log_probs, ids), each (N, T, k), without an (N, T, V) tensor."""
         k = min(k, self.config.vocab_size)
-        best = zip(*(chunk.topk(k) for chunk in self._log_prob_chunks(ids)))
+        best = zip(*(chunk.topk(k) for chunk in _log_prob_chunks(self, ids)))
         return tuple(torch.cat(part).view(*ids.shape, k) for part in best)
 
     def generate(
@@ -807,18 +802,8 @@ class MultiHashFormer(LanguageModel):
 
     def __init__(self, config, signatures):
         super().__init__()
-        H, B = config.num_hashes, config.num_buckets
-        if signatures.from_checkpoint and int(signatures.ids.max()) < B:
-            signatures.num_buckets, signatures.num_lsh = B, config.num_lsh
-            signatures.allow_collisions = config.shares_signatures
-        if (signatures.num_hashes, signatures.num_buckets) != (H, B):
-            raise ValueError(
-                f"signatures of num_hashes {signatures.num_hashes} and num_buckets "
-                f"{signatures.num_buckets} do not fit a configuration of {H} and {B}"
-            )
-        follows = {"pad_token_id": signatures.pad_id, "num_lsh": signatures.num_lsh}
-        self.config = replace(config, model="mhf", **follows)
-        self.model = Backbone(config, H * B)
+        self.config = _fit(config, signatures)
+        self.model = Backbone(config, config.num_hashes * config.num_buckets)
         self.model.combiner = GatedEmbedding(config)
         self.hash_head = CascadeDecoder(config)
         self.signatures = signatures
@@ -834,10 +819,6 @@ class MultiHashFormer(LanguageModel):
         """ids (N, T) -> logits of every function over its buckets (N, T, H, B)."""
         return self.hash_head(self(ids), self.table)
 
-    def log_buckets(self, h):
-        """States (M, D) -> log p_j of every bucket (M, H, B), in float32."""
-        return self.hash_head(h, self.table).float().log_softmax(-1)
-
     def sum_over_signatures(self, columns):
         """(H·B, M) -> Σ_j columns[id_j(w)] of every token (M, V); −inf for unused ids.
 
@@ -847,18 +828,11 @@ class MultiHashFormer(LanguageModel):
         scores = F.embedding_bag(self.rows, columns, mode="sum").T  # (M, V)
         return scores.index_fill(1, self.unassigned, -torch.inf) if len(self.unassigned) else scores
 
-    def token_scores(self, h):
-        """States (M, D) -> scores Σ_j log p_j[id_j(w)] of every token (M, V)."""
-        columns = self.log_buckets(h).flatten(1).T  # (H·B, M)
-        # contiguous() would leave one position's strides, with which the sum is 10 times slower.
-        return self.sum_over_signatures(columns.clone(memory_format=torch.contiguous_format))
-
     def nll(self, h, targets, objective, head=None):
         """States (M, D), target ids (M,) -> training loss of every position (M,); see `loss`.
 
         The log-sum-exps of the H functions are the same for every token, so the renormalised
-        probability is a softmax over the tokens' sums of logits. `head`: (table, predict,
-        cross_entropy) of the lean head, with which the same is computed.
+        probability is a softmax over sums of logits. head: what the lean head computes it with.
         """
         table, predict_, cross_entropy_ = head or (self.table, predict, cross_entropy)
         steps = self.hash_head.steps(h, table, self.model.hash_map[targets], predict=predict_)
@@ -870,6 +844,16 @@ class MultiHashFormer(LanguageModel):
         if objective == "exact":
             return exact
         return exact + self.config.joint_weight / self.config.num_hashes * sum(losses)  # (M,)
+
+    def log_buckets(self, h):
+        """States (M, D) -> log p_j of every bucket (M, H, B), in float32."""
+        return self.hash_head(h, self.table).float().log_softmax(-1)
+
+    def token_scores(self, h):
+        """States (M, D) -> scores Σ_j log p_j[id_j(w)] of every token (M, V)."""
+        columns = self.log_buckets(h).flatten(1).T  # (H·B, M)
+        # contiguous() would leave one position's strides, with which the sum is 10 times slower.
+        return self.sum_over_signatures(columns.clone(memory_format=torch.contiguous_format))
 
     def scores(self, ids):
         """ids (N, T) -> score of every token (N, T, V), neither renormalised nor calibrated."""
@@ -909,6 +893,21 @@ class MultiHashFormer(LanguageModel):
         """Give new tokens (bytes) signatures. No parameter is added, removed or changed."""
         self.signatures.extend(tokens)
         self._follow_signatures()
+
+
+def _fit(config, signatures):
+    """The configuration of a model with these signatures; ValueError if they do not fit it."""
+    H, B = config.num_hashes, config.num_buckets
+    if signatures.from_checkpoint and int(signatures.ids.max()) < B:
+        signatures.num_buckets, signatures.num_lsh = B, config.num_lsh
+        signatures.allow_collisions = config.shares_signatures
+    if (signatures.num_hashes, signatures.num_buckets) != (H, B):
+        raise ValueError(
+            f"signatures of num_hashes {signatures.num_hashes} and num_buckets "
+            f"{signatures.num_buckets} do not fit a configuration of {H} and {B}"
+        )
+    follows = {"pad_token_id": signatures.pad_id, "num_lsh": signatures.num_lsh}
+    return replace(config, model="mhf", **follows)
 
 
 class Transformer(LanguageModel):
@@ -954,6 +953,13 @@ def _initialise(model):
             nn.init.normal_(p, std=config.initializer_range)
 
 
+def _log_prob_chunks(model, ids):
+    """Yields log P of some positions after the others (chunk, V), 2^25 numbers at a time."""
+    size = max(1, 2**25 // max(model.config.vocab_size, len(model.model.embed_tokens.weight)))
+    for h in model(ids).flatten(0, 1).split(size):
+        yield (model.token_scores(h) / model.config.calibration).log_softmax(-1)  # (chunk, V)
+
+
 def _count(model):
     parts = {
         "table": model.model.embed_tokens,
@@ -977,7 +983,7 @@ class LeanPrediction(torch.autograd.Function):
 
     With p = softmax(o) and the incoming gradients go, gl and ge of logits, loss and soft embedding:
     do = go + gl (p − onehot) + p * (E ge − ge·e), dc = do E, dE = doᵀ c + pᵀ ge. Buckets stand in
-    rows, as the sum over signatures wants them; p is left unnormalised, z being its sums.
+    rows, as the sum over signatures wants them.
     """
 
     @staticmethod
@@ -986,20 +992,19 @@ class LeanPrediction(torch.autograd.Function):
         o = E @ c.T  # (B, M)
         p = o.clone() if return_logits and o.dtype == torch.float32 else o.float()  # (B, M)
         loss, z = _cross_entropy_(p, target)  # (M,), (M,)
-        p = p.to(E.dtype)
-        e = None if last else (p.T @ E) / z.to(E.dtype).unsqueeze(-1)  # (M, D)
-        ctx.save_for_backward(c, E, target, p, z, e)
+        p = p.div_(z).to(E.dtype)
+        e = None if last else p.T @ E  # (M, D)
+        ctx.save_for_backward(c, E, target, p, e)
         ctx.dE = dE  # not among the saved, for it is to change
         return o.T if return_logits else None, loss, e
 
     @staticmethod
     def backward(ctx, go, gl, ge):
-        c, E, target, p, z, e = ctx.saved_tensors
+        c, E, target, p, e = ctx.saved_tensors
         if e is None:
-            do = p * (gl / z).to(p.dtype)  # (B, M)
+            do = p * gl.to(p.dtype)  # (B, M)
         else:
-            shift = (gl - (ge * e).sum(-1, dtype=torch.float32)) / z  # (M,)
-            ge = ge / z.to(ge.dtype).unsqueeze(-1)  # (M, D)
+            shift = gl - (ge * e).sum(-1, dtype=torch.float32)  # (M,)
             _add_product(ctx.dE, p, ge)
             do = torch.addmm(shift.to(p.dtype), E, ge.T).mul_(p)  # (B, M)
         do.scatter_add_(0, target.unsqueeze(0), -gl.to(p.dtype).unsqueeze(0))
@@ -1029,7 +1034,7 @@ def _cross_entropy_(x, target):
     then: exp(x − max). In place, for writing to fresh memory takes several times as long."""
     at_target, top = x.gather(0, target.unsqueeze(0))[0], x.amax(0)  # (M,), (M,)
     z = x.sub_(top).exp_().sum(0)  # (M,)
-    return z.log() + top - at_target, z
+    return z.log() + (top - at_target), z
 
 
 def _add_product(total, a, b):
@@ -1051,10 +1056,7 @@ class LeanLoss(torch.autograd.Function):
         low = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         dh, grads = torch.empty_like(h), [torch.zeros_like(p) for p in (weight, *others)]
         table = list(zip(weight.detach().to(low).view(shape), grads[0].view(shape)))
-        wide = shape[1] if objective == "independent" else max(shape[1], model.config.vocab_size)
-        # Positions at a time: many for fast products, few (16 MiB a buffer) for a CPU's caches.
-        few = min(512, max(64, 2**24 // low.itemsize // wide))
-        size = few if kind == "cpu" else max(256, 2**25 // wide)
+        size = lean_chunk(model.config, objective, kind, low)
         total = h.new_zeros((), dtype=torch.float32)
         unit = 1 / 16 if low == torch.float16 else 1.0  # float16 ends at 65,504
 
@@ -1081,6 +1083,15 @@ class LeanLoss(torch.autograd.Function):
         return None, None, None, None, *(grad.mul_(g / ctx.unit) for grad in ctx.saved_tensors)
 
 
+def lean_chunk(config, objective, kind, low):
+    """Positions at a time: many for fast products, few (16 MiB a buffer) for a CPU's caches."""
+    wide = config.num_buckets
+    if objective != "independent":
+        wide = max(wide, config.vocab_size)
+    few = min(512, max(64, 2**24 // low.itemsize // wide))
+    return few if kind == "cpu" else max(256, 2**25 // wide)
+
+
 def lean_loss(model, h, targets, objective, counted):
     """Σ nll over the counted positions: h (M, D), targets and counted (M,) -> scalar."""
     parameters = model.model.embed_tokens.weight, *model.hash_head.parameters()
@@ -1105,18 +1116,22 @@ class KVCache:
         self.values = torch.zeros_like(self.keys)
         self.row = torch.arange(num_rows, device=like.device).unsqueeze(-1)  # (N, 1)
 
-    def place(self, positions, length):
-        """Where the next input stands: positions (N, T), all below `length`."""
-        self.positions, self.length = positions, length
-        index = torch.arange(length, device=positions.device)
-        self.mask = (index <= positions.unsqueeze(-1)).unsqueeze(1)  # (N, 1, T, length)
+    def place(self, positions, length, at_end=False):
+        """Where the next input stands: positions (N, T), all below `length`, or its last one."""
+        self.positions, self.length, self.mask, self.at_end = positions, length, None, at_end
+        if not at_end:  # else every row sees all that there is
+            index = torch.arange(length, device=positions.device)
+            self.mask = (index <= positions.unsqueeze(-1)).unsqueeze(1)  # (N, 1, T, length)
 
     def update(self, layer, k, v):
         """Store k, v (N, K, T, C) -> all keys, all values (N, K, length, C) and the mask."""
-        keys, values = self.keys[layer], self.values[layer]
-        keys[self.row, :, self.positions] = k.transpose(1, 2).to(keys.dtype)
-        values[self.row, :, self.positions] = v.transpose(1, 2).to(values.dtype)
-        return keys[:, :, : self.length], values[:, :, : self.length], self.mask
+        keys, values = (all_[layer][:, :, : self.length] for all_ in (self.keys, self.values))
+        for old, new in ((keys, k), (values, v)):
+            if self.at_end:
+                old[:, :, -1:] = new
+            else:
+                old[self.row, :, self.positions] = new.transpose(1, 2).to(old.dtype)
+        return keys, values, self.mask
 
 
 def _prompt_rows(ids, vocab_size):
@@ -1170,7 +1185,7 @@ def _next_states(model, contexts, cache, whole):
         cache.place(torch.arange(length, device=device).expand_as(ids), length)
     else:
         ids = torch.tensor([c[-1:] for c in contexts], device=device)  # (N, 1)
-        cache.place(last.unsqueeze(-1), length)
+        cache.place(last.unsqueeze(-1), length, at_end=min(map(len, contexts)) == length)
     h = model.model(model.embed(ids), cache)  # (N, T or 1, D)
     return h[cache.row[:, 0], last] if whole else h[:, 0]
 

@@ -548,10 +548,13 @@ def prepare(settings):
     return Corpus(name, data_hash, tokenizer, tokenizer_hash, *ids)
 
 
-def batch(ids, seed, step, rows, length):
-    """Inputs and targets (rows, length) of a step: a function of seed and step alone."""
+def batch(ids, seed, step, rows, length, part=slice(None)):
+    """Inputs and targets (rows, length) of a step, or of a part of its rows.
+
+    They are a function of seed and step alone, however many processes share the rows.
+    """
     starts = np.random.default_rng((seed, step)).integers(0, len(ids) - length, rows)
-    return windows(ids, starts, length)
+    return windows(ids, starts[part], length)
 
 
 def windows(ids, starts, length):
@@ -607,7 +610,7 @@ def total_memory(device):
     return math.nan  # Windows
 
 
-def memory_plan(config, parameters, positions, low, recompute, head):
+def memory_plan(config, parameters, positions, low, recompute, head, device):
     """What training takes, in bytes: state (weights, gradients, AdamW), blocks, head.
 
     positions at once; low: autocast to 16 bits; recompute: checkpoint_activations. Blocks and head
@@ -626,8 +629,10 @@ def memory_plan(config, parameters, positions, low, recompute, head):
     elif head == "plain":
         head = positions * (H * B * (size + 12) + V * 12 * (c.objective != "independent"))
     else:  # a second gradient and a 16-bit copy of the table, and one chunk
-        chunk = min(positions, 2**25 // B)
-        head = H * B * D * (8 - size) + chunk * (H * B * size + 12 * B)
+        kind, dtype = device.type, torch.bfloat16 if low else torch.float32
+        chunk = min(positions, mhf.lean_chunk(c, c.objective, kind, dtype))
+        sums = 0 if c.objective == "independent" else 8 * H * B + 4 * V
+        head = H * B * D * (8 - size) + chunk * (H * B * size + 12 * B + sums)
     return {
         "state": 16 * parameters,
         "blocks": blocks + (2 * parameters if low else 0),
@@ -636,18 +641,38 @@ def memory_plan(config, parameters, positions, low, recompute, head):
 
 
 # Which of how many processes this is: torchrun says so.
-RANK, PROCESSES = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+PROCESSES = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0)) if PROCESSES > 1 else 0
 
 
 def join_processes(device):
     """Meet the other processes of torchrun, if any; returns this one's own device."""
-    if device.type == "cuda" and PROCESSES > 1:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if PROCESSES == 1:
+        return device
+    if device.type == "cuda":
+        own, there = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if own >= there:
+            raise ValueError(f"--nproc_per_node: {own + 1} processes, but {there} GPUs are here")
+        device = torch.device("cuda", own)
         torch.cuda.set_device(device)
-    if PROCESSES > 1 and not dist.is_initialized():
+    elif device.type != "cpu":
+        raise ValueError(f"--device {device}: several processes train on CPUs or CUDA GPUs only")
+    if not dist.is_initialized():
         patience = datetime.timedelta(hours=2)  # the others wait while the first one evaluates
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=patience)
     return device
+
+
+def check_agreement(run):
+    """ValueError if the processes are about to train different things."""
+    mine = {"step": run.step, "precision": run.precision, "data": run.corpus.hash}
+    mine |= {"tokenizer": run.corpus.tokenizer_hash, "configuration": run.config.to_json()}
+    everyones = [None] * PROCESSES
+    if PROCESSES > 1:
+        dist.all_gather_object(everyones, mine)
+        for what in mine:
+            if len({other[what] for other in everyones}) > 1:
+                raise ValueError(f"the processes of this run differ in their {what}")
 
 
 def over_processes(value, device, how="AVG"):
@@ -1000,6 +1025,7 @@ class Run:
         device, self.device_reason = choose_device(settings.device)
         self.device = join_processes(device)
         self.precision, self.precision_reason = choose_precision(settings.precision, self.device)
+        settings.precision = self.precision  # a resumed run keeps it, wherever it goes on
         torch.manual_seed(settings.seed)
         self.model = build_model(config, corpus.tokenizer).to(self.device)
         self.config = self.model.config
@@ -1014,7 +1040,7 @@ class Run:
             mhf.lean_loss = torch.compiler.disable(mhf.lean_loss)
             self.loss.compile()
         if PROCESSES > 1:
-            how = dict(broadcast_buffers=False)  # they never change
+            how = dict(broadcast_buffers=False, gradient_as_bucket_view=True)  # no copies
             self.loss = torch.nn.parallel.DistributedDataParallel(self.loss, **how)
         sizes = [len(token or b"") for token in corpus.tokenizer.all_bytes()]
         self.token_sizes = torch.tensor(sizes + [0] * (self.config.vocab_size - len(sizes)))
@@ -1035,7 +1061,8 @@ class Run:
         positions = micro_batch * self.config.max_position_embeddings
         low, recompute = self.precision != "fp32", self.settings.checkpoint_activations
         n = self.model.num_parameters()["total"]
-        return memory_plan(self.config, n, positions, low, recompute, self.loss_head)
+        how = low, recompute, self.loss_head, self.device
+        return memory_plan(self.config, n, positions, *how)
 
     def autocast(self):
         kinds = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}
@@ -1044,30 +1071,36 @@ class Run:
     def fetch(self, step):
         """Inputs and targets of a step, on the device; those of another process are left out."""
         T, rows = self.config.max_position_embeddings, self.rows * PROCESSES
-        parts = batch(self.corpus.training, self.settings.seed, step, rows, T)
-        parts = [part[RANK::PROCESSES] for part in parts]  # (rows of this process, T)
+        mine = slice(RANK, None, PROCESSES)
+        parts = batch(self.corpus.training, self.settings.seed, step, rows, T, mine)  # (rows, T)
         if self.device.type == "cuda":
-            parts = [part.pin_memory() for part in parts]
+            parts = [part.contiguous().pin_memory() for part in parts]
         return [part.to(self.device, non_blocking=True) for part in parts]
 
     def check_head(self):
-        """ValueError unless the lean head gives what the plain one does, on the first sequence."""
+        """ValueError unless the lean head gives what the plain one does, within 0.1%.
+
+        On the first sequence, or its first 512 tokens, in float32: the loss, and the gradients of
+        the states and of whatever parameter the plain head uses.
+        """
         x, y = (part[:1, :512] for part in self.fetch(self.step + 1))
         model, objective = self.model, self.config.objective
         h, y = model(x).flatten(0, 1).detach().requires_grad_(), y.flatten()  # (T, D), (T,)
-        inputs = {"the states": h, "the table": model.model.embed_tokens.weight}
-        inputs |= dict(model.hash_head.named_parameters(prefix="hash_head"))
+        inputs = {"the states": h} | dict(model.named_parameters())
         plain = model.nll(h, y, objective).sum()
-        found = torch.autograd.grad(plain, [*inputs.values()], materialize_grads=True)
+        found = torch.autograd.grad(plain, [*inputs.values()], allow_unused=True)
         try:
             lean = mhf.lean_loss(model, h, y, objective, torch.ones_like(y, dtype=torch.bool))
-            also = torch.autograd.grad(lean, [*inputs.values()], materialize_grads=True)
+            also = torch.autograd.grad(lean, [*inputs.values()], allow_unused=True)
         except Exception as error:  # whatever a changed model makes it do
+            if is_out_of_memory(error):
+                raise
             raise ValueError(f"the lean head fails ({error!r}); {USE_PLAIN}") from None
         gradients = [f"the gradient of {name}" for name in inputs]
-        pairs = [("the loss", plain, lean), *zip(gradients, found, also)]
-
-        for name, a, b in ((name, a.detach(), b.detach()) for name, a, b in pairs):
+        for name, a, b in [("the loss", plain, lean), *zip(gradients, found, also)]:
+            if a is None and b is None:  # a parameter of the blocks
+                continue
+            a, b = (torch.zeros(()) if g is None else g.detach() for g in (a, b))
             off = ((a - b).norm() / a.norm().clamp(min=1e-6)).item()
             if not off < 1e-3:
                 raise ValueError(f"the lean head is off by {off:.0%} in {name}; {USE_PLAIN}")
@@ -1138,9 +1171,9 @@ class Run:
         return row | {"data": f"{self.corpus.name} {self.corpus.hash}"}
 
     def agree(self, interrupt):
-        """Stop all processes after the same step, if one of them is to stop."""
+        """Whether all processes are to stop after this step, because one of them is."""
         asked = interrupt.asked or self.step == self.settings.stop_after
-        interrupt.asked = over_processes(asked, self.device, "MAX") > 0
+        return over_processes(asked, self.device, "MAX") > 0
 
     def evaluate(self, max_tokens=None):
         """Measure on held-out text; keep τ in the model and in the checkpoint just saved."""
@@ -1212,7 +1245,8 @@ class Run:
         plan = self.memory_plan(self.micro)
         parts = " + ".join(f"{plan[k] / 2**30:.2f} {k}" for k in plan)
         total, there = sum(plan.values()) / 2**30, total_memory(self.device)
-        yield "memory", f"about {total:.2f} GiB of {there:.1f}: {parts}"
+        of = "" if math.isnan(there) else f" of {there:.1f}"
+        yield "memory", f"about {total:.2f} GiB{of}: {parts}"
         if s.verbose:
             yield from sorted((k, v) for k, v in (asdict(c) | asdict(s)).items() if k != "extra")
 
@@ -1234,10 +1268,11 @@ def quoted(path):
 
 def follow(run):
     """What every process but the first does: the same steps, and no files."""
+    stop = False
     with Interrupt() as interrupt:
-        while run.step < run.settings.steps and not interrupt.asked:
+        while run.step < run.settings.steps and not stop:
             run.advance()
-            run.agree(interrupt)
+            stop = run.agree(interrupt)
 
 
 def train(run, say=print):
@@ -1250,8 +1285,9 @@ def train(run, say=print):
     elif start % s.eval_every == 0 and not run.measured():  # killed between saving and measuring
         say(run.measure())
     bar = tqdm(total=s.steps, initial=start, unit="step", disable=None, dynamic_ncols=True)
+    stop = False
     with Interrupt() as interrupt, bar:
-        while run.step < s.steps and not interrupt.asked:
+        while run.step < s.steps and not stop:
             row = run.advance()
             append_log(run.folder, [row])
             if run.step == 1:
@@ -1269,7 +1305,7 @@ def train(run, say=print):
                 loss=f"{row['loss']:.3f}", tok_s=speed, peak=memory and f"{memory:.1f}G"
             )
             bar.update()
-            run.agree(interrupt)
+            stop = run.agree(interrupt)
         if run.step == s.steps:
             found = run.evaluate(2**20)
             write_text(run.folder / "run.json", json.dumps(read_run(run.folder) | {"final": found}))
@@ -1462,17 +1498,17 @@ def run_command(given):
         print(f"{corpus.name} ({corpus.hash}): {len(corpus.training):,} tokens to train on")
         return 0
     run = resumed_run(resume, given) if resume else new_run(given)
-    if RANK > 0:
-        follow(run)
-        return 0
-    for name, text in run.describe():
+    check_agreement(run)
+    for name, text in run.describe() if RANK == 0 else ():
         print(f"{name:<11} {text}")
     try:
-        finished = train(run, tqdm.write)
+        finished = train(run, tqdm.write) if RANK == 0 else follow(run)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise out_of_memory(run) from None
         raise
+    if RANK > 0:
+        return 0
     if not finished:
         print(f"stopped after step {run.step}; go on with:")
         print(f"  python train.py --resume {quoted(run.folder)}")
@@ -1491,9 +1527,12 @@ def main(argv=None):
             stream.reconfigure(encoding="utf-8")
     given = parse(argv)
     if RANK > 0:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
-        return run_command(given)
+        status = run_command(given)
+        if PROCESSES > 1 and dist.is_initialized():  # after an error it might wait for the others
+            dist.destroy_process_group()
+        return status
     except BrokenPipeError:  # the reader, `head` for example, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -1501,6 +1540,9 @@ def main(argv=None):
         print(f"train.py: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     except RuntimeError as error:
+        if PROCESSES > 1 and "peer" in str(error):
+            print(f"train.py: process {RANK}: another process ended", file=sys.stderr)
+            return 1
         if not is_out_of_memory(error):
             raise
         print(
@@ -1509,9 +1551,6 @@ def main(argv=None):
         return 1
     except KeyboardInterrupt:
         return 130
-    finally:
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
 
 
 if __name__ == "__main__":

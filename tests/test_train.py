@@ -920,8 +920,25 @@ def test_wrong_lean_gradients_are_refused(field, monkeypatch, capsys):
         return (dc if field == "table" else 1.01 * dc), *others
 
     monkeypatch.setattr(mhf.LeanPrediction, "backward", staticmethod(wrong))
-    what = "the table" if field == "table" else "the states"
+    what = "model.embed_tokens.weight" if field == "table" else "the states"
     sentence(capsys, 2, lambda: train.main(FLAGS), "the gradient of", what, "--head plain")
+
+
+def test_a_parameter_that_only_plain_trains_is_found(monkeypatch, capsys):
+    """A new parameter outside the decoder, which the lean head would leave untrained, is named."""
+    nll, build = mhf.MultiHashFormer.nll, train.build_model
+
+    def scaled(self, h, targets, objective, head=None):
+        return nll(self, h * self.gain, targets, objective, head)
+
+    def built(*arguments):
+        model = build(*arguments)
+        model.gain = torch.nn.Parameter(torch.ones(()))
+        return model
+
+    monkeypatch.setattr(mhf.MultiHashFormer, "nll", scaled)
+    monkeypatch.setattr(train, "build_model", built)
+    sentence(capsys, 2, lambda: train.main(FLAGS), "gain", "--head plain")
 
 
 def test_checkpointed_activations_change_nothing():
@@ -971,7 +988,7 @@ def test_memory_plan_is_what_autograd_keeps(low, recompute):
     model = mhf.MultiHashFormer(config, table)
     model.model.checkpoint_activations = recompute
     n = sum(p.numel() for p in model.model.layers.parameters())
-    plan = train.memory_plan(model.config, n, 512, low, recompute, "lean")["blocks"]
+    plan = train.memory_plan(model.config, n, 512, low, recompute, "lean", CPU)["blocks"]
     one = saved_bytes(model, torch.ones(1, 512, dtype=torch.long), low)
     if recompute:
         model.model.checkpoint_activations = False
@@ -991,7 +1008,7 @@ def test_state_of_the_papers_models(preset, gib):
         parameters = sum(p.numel() for p in mhf.Backbone(config, 4 * 16384).parameters())
         for module in (mhf.GatedEmbedding(config), mhf.CascadeDecoder(config)):
             parameters += sum(p.numel() for p in module.parameters())
-    state = train.memory_plan(config, parameters, 2048, True, False, "lean")["state"]
+    state = train.memory_plan(config, parameters, 2048, True, False, "lean", CPU)["state"]
     assert gib - 0.05 < state / 2**30 < gib + 0.15
 
 
