@@ -21,6 +21,7 @@ import argparse
 import copy
 import re
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -181,6 +182,25 @@ def generation(bench):
     check(long, f"{{}} × the time per token at {contexts[0]}", slower, (1.3, 1.3), low=True)
 
 
+TABLE_MEMORY = """
+import re, sys, mhf
+tokens = [b"token %d" % i for i in range(int(sys.argv[1]))]
+def peak():
+    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
+before = peak()
+mhf.SignatureTable(4, 16384).extend(tokens)
+print(peak() - before)
+"""
+
+
+def table_memory(count):
+    """Bytes by which a process of its own grows with a table, or None: only Linux tells."""
+    if not Path("/proc/self/status").exists():
+        return None
+    command = [sys.executable, "-c", TABLE_MEMORY, str(count)]
+    return int(subprocess.check_output(command, cwd=Path(__file__).parents[1]))
+
+
 def table(bench):
     """Signature tables of distinct byte strings at H4 B16384; the strings are made before."""
     sizes, added = bench.sizes.tables, bench.sizes.added
@@ -194,6 +214,7 @@ def table(bench):
     for V in sizes:
         job = {("make", ""): lambda V=V: len(make(V)) * 0}
         (row,) = bench.measure("d", f"{V:,} tokens", job).values()
+        row["extra_memory"] = table_memory(V)
         if V == 1_000_000:
             check(row, "{} s", statistics.median(row["seconds"]), (4, 4), low=True)
             if row["extra_memory"] is not None:

@@ -289,3 +289,10 @@ def test_bad_arguments_are_refused_at_the_call(model, arguments, values):
     with pytest.raises(ValueError) as error:
         model.generate(**({"ids": [3]} | arguments))
     one_sentence(error, *values)
+
+
+def test_generated_ids_can_be_trained_on(model):
+    """The ids that a batch yields are ordinary tensors: a loss of them has gradients."""
+    ids = torch.stack(list(model.generate([[3, 9], [1, 4]], 5, temperature=0)), dim=1)  # (2, 5)
+    model.loss(ids, ids).backward()
+    assert model.model.embed_tokens.weight.grad.abs().sum() > 0
