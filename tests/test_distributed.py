@@ -6,8 +6,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from conftest import one_sentence
 from test_train import FLAGS, TEXT
 
 import train
@@ -105,3 +108,41 @@ def test_sequences_must_divide(place, monkeypatch, capsys):
     assert train.main([*FLAGS, "--name", "three"]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and all(part in error for part in ("64", "32", "3 processes"))
+
+
+@pytest.mark.parametrize(
+    ("device", "parts"), [("mps", ["mps", "CPUs"]), ("cuda", ["2 processes", "1 GPUs"])]
+)
+def test_unfit_devices_are_refused(device, parts, monkeypatch):
+    """Two processes on Apple's GPU, or on one CUDA GPU: a ValueError with what is there."""
+    monkeypatch.setattr(train, "PROCESSES", 2)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ValueError) as error:
+        train.join_processes(torch.device(device))
+    one_sentence(error, *parts)
+
+
+@pytest.mark.parametrize("what", ["step", "precision", "data", "tokenizer", "configuration"])
+def test_processes_must_agree(what, monkeypatch):
+    """A process with other text, tokenizer, precision, step or configuration is a ValueError."""
+    corpus = SimpleNamespace(hash="a", tokenizer_hash="b")
+    config = SimpleNamespace(to_json=lambda: "{}")
+    run = SimpleNamespace(step=0, precision="fp32", corpus=corpus, config=config)
+
+    def gather(everyones, mine):
+        everyones[:] = [mine, mine | {what: "another"}]
+
+    monkeypatch.setattr(train, "PROCESSES", 2)
+    monkeypatch.setattr(train.dist, "all_gather_object", gather)
+    with pytest.raises(ValueError) as error:
+        train.check_agreement(run)
+    one_sentence(error, what)
+
+
+def test_a_lone_rank_is_no_process(place):
+    """RANK without WORLD_SIZE, which a job array may leave behind, is one whole process."""
+    code = "import train; print(train.RANK, train.PROCESSES)"
+    environment = os.environ | {"RANK": "3", "PYTHONPATH": str(ROOT)}
+    out = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert out.split() == ["0", "1"]

@@ -1019,6 +1019,13 @@ def test_a_cpu_that_computes_bf16_is_given_it(feature, monkeypatch):
     assert train.choose_precision("auto", CPU)[0] == "bf16"
 
 
+def test_a_run_keeps_its_precision():
+    """What auto came to is stored: a run goes on in it on a machine with another default."""
+    folder = run("--precision", "auto", "--stop_after", "1")
+    state = json.loads((checkpoint(folder) / "train.json").read_text(encoding="utf-8"))
+    assert state["settings"]["precision"] == train.choose_precision("auto", CPU)[0]
+
+
 def test_precision_can_be_set():
     """--precision wins over the hardware."""
     for name in ("fp32", "bf16", "fp16"):
