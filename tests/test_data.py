@@ -1,5 +1,6 @@
 """train.py's text: how it is found, fetched, kept, split, tokenised and cut into batches."""
 
+import contextlib
 import csv
 import gzip
 import hashlib
@@ -797,25 +798,24 @@ def test_few_pieces_are_in_memory_at_a_time(monkeypatch):
     assert done == [i * i for i in range(100)]
 
 
-@pytest.fixture
-def full_disk():
-    """No file may grow beyond 400 bytes: a shard of 100 tokens and its header fit, two do not."""
+@contextlib.contextmanager
+def full_disk(size):
+    """No file may grow beyond `size` bytes, pytest's own output neither: so within a test only."""
     resource = pytest.importorskip("resource")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(size):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-
-    yield limit
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize("size", [600, 40], ids=["index", "shards"])
-def test_a_disk_that_fills_up_leaves_the_rest_in_memory(size, small, full_disk):
+def test_a_disk_that_fills_up_leaves_the_rest_in_memory(size, small):
     """What does not fit on the disk, from the first or a later shard on, is kept in memory."""
     write("a.txt", TEXT)
-    full_disk(size)
-    corpus = train.prepare(settings("a.txt"))
+    with full_disk(size):
+        corpus = train.prepare(settings("a.txt"))
     expected = plain([TEXT], corpus.tokenizer)
     assert [corpus.training[:].tolist(), corpus.held_out[:].tolist()] == expected
 
@@ -838,17 +838,16 @@ def test_nothing_is_kept_behind_a_shard_that_is_not(small, monkeypatch):
     assert len(calls) == 1 + len(corpus.training.shards + corpus.held_out.shards)
 
 
-def test_a_disk_too_full_for_a_large_text_is_one_sentence(small, full_disk, monkeypatch, capsys):
+def test_a_disk_too_full_for_a_large_text_is_one_sentence(small, monkeypatch, capsys):
     """More than LARGE characters: exit 1, the folder, and MHF_CACHE; with room it goes on."""
     monkeypatch.setattr(train, "LARGE", len(TEXT) - 1)
     write("a.txt", TEXT)
-    full_disk(600)
     flags = ["--prepare", "--data", "a.txt", "--tokenizer", "bpe:300"]
-    assert train.main(flags) == 1
+    with full_disk(600):
+        assert train.main(flags) == 1
     error = capsys.readouterr().err
     assert error.startswith("train.py: ") and error.count("\n") == 1
     assert os.environ["MHF_CACHE"] in error and "MHF_CACHE" in error and f"{len(TEXT):,}" in error
-    full_disk(10**6)
     assert train.main(flags) == 0
     corpus = train.prepare(settings("a.txt"))
     assert [corpus.training[:].tolist(), corpus.held_out[:].tolist()] == plain(
