@@ -47,7 +47,7 @@ from torch.utils.checkpoint import checkpoint
 
 OBJECTIVES = ("independent", "exact", "joint")
 HEADS = ("plain", "lean")
-HOW = dict(use_reentrant=False, preserve_rng_state=False)  # of checkpoint: nothing is random
+RECOMPUTE = dict(use_reentrant=False, preserve_rng_state=False)  # nothing is random
 
 
 def _one_of(name, value, allowed):
@@ -650,7 +650,7 @@ class Backbone(nn.Module):
         cos, sin = self.cos[at].to(x.dtype), self.sin[at].to(x.dtype)  # (T, C) or (N, 1, T, C)
         recompute = self.checkpoint_activations and torch.is_grad_enabled()
         for i, layer in enumerate(self.layers):
-            run = functools.partial(checkpoint, layer, **HOW) if recompute else layer
+            run = functools.partial(checkpoint, layer, **RECOMPUTE) if recompute else layer
             x = run(x, cos, sin, cache, i)  # (N, T, D)
             outputs.append(x)
         x = self.norm(x)  # (N, T, D)

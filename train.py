@@ -24,9 +24,11 @@ import contextlib
 import csv
 import datetime
 import difflib
+import gc
 import glob
 import gzip
 import hashlib
+import inspect
 import itertools
 import json
 import math
@@ -592,6 +594,9 @@ def peak_memory(device):
     """The most memory used so far in GiB: the GPU's, or this process's; None where unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    with contextlib.suppress(OSError, StopIteration):  # Linux: getrusage gives a parent's, if more
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 2**20
     try:
         import resource
 
@@ -663,6 +668,27 @@ def join_processes(device):
     return device
 
 
+def part_processes():
+    """Wait until the first process has written everything; an early exit of another may end it.
+
+    Not after an error: it would wait for processes that are gone.
+    """
+    gc.collect()  # the last references to the group, before it goes
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def rows_of_a_step(settings, config):
+    """How many sequences of a step each process takes; ValueError if they do not divide."""
+    tokens, T = settings.tokens_per_step, config.max_position_embeddings
+    if tokens % (T * PROCESSES):
+        shared = f" times {PROCESSES} processes" if PROCESSES > 1 else ""
+        raise ValueError(
+            f"--tokens_per_step {tokens} is not a multiple of --max_position_embeddings {T}{shared}"
+        )
+    return tokens // T // PROCESSES
+
+
 def check_agreement(run):
     """ValueError if the processes are about to train different things."""
     mine = {"step": run.step, "precision": run.precision, "data": run.corpus.hash}
@@ -675,15 +701,11 @@ def check_agreement(run):
                 raise ValueError(f"the processes of this run differ in their {what}")
 
 
-def over_processes(value, device, how="AVG"):
-    """The mean of a number over all processes, or another of torch.distributed's reductions."""
-    if PROCESSES == 1:
-        return float(value)
-    value = torch.as_tensor(value, dtype=torch.float32, device=device)
-    if how == "AVG":  # gloo has none
-        dist.all_reduce(value)
-        return float(value) / PROCESSES
-    dist.all_reduce(value, getattr(dist.ReduceOp, how))
+def over_processes(value, device, how="SUM"):
+    """The sum of a number over all processes, or another of torch.distributed's reductions."""
+    if PROCESSES > 1:
+        value = torch.as_tensor(value, dtype=torch.float32, device=device)
+        dist.all_reduce(value, getattr(dist.ReduceOp, how))
     return float(value)
 
 
@@ -1016,12 +1038,7 @@ class Run:
         self.settings, self.corpus, self.folder = settings, corpus, folder
         if settings.threads:
             torch.set_num_threads(settings.threads)
-        self.rows = settings.tokens_per_step // config.max_position_embeddings // PROCESSES
-        if self.rows * PROCESSES * config.max_position_embeddings != settings.tokens_per_step:
-            raise ValueError(
-                f"--tokens_per_step {settings.tokens_per_step} does not divide into sequences of "
-                f"{config.max_position_embeddings} for {PROCESSES} processes"
-            )
+        self.rows = rows_of_a_step(settings, config)
         device, self.device_reason = choose_device(settings.device)
         self.device = join_processes(device)
         self.precision, self.precision_reason = choose_precision(settings.precision, self.device)
@@ -1040,8 +1057,10 @@ class Run:
             mhf.lean_loss = torch.compiler.disable(mhf.lean_loss)
             self.loss.compile()
         if PROCESSES > 1:
-            how = dict(broadcast_buffers=False, gradient_as_bucket_view=True)  # no copies
-            self.loss = torch.nn.parallel.DistributedDataParallel(self.loss, **how)
+            parallel = torch.nn.parallel.DistributedDataParallel
+            newer = "forward_sync_buffers" in inspect.signature(parallel).parameters
+            no_sync = {"forward_sync_buffers" if newer else "broadcast_buffers": False}
+            self.loss = parallel(self.loss, gradient_as_bucket_view=True, **no_sync)
         sizes = [len(token or b"") for token in corpus.tokenizer.all_bytes()]
         self.token_sizes = torch.tensor(sizes + [0] * (self.config.vocab_size - len(sizes)))
         self.micro = min(self.rows, settings.micro_batch or self.default_micro_batch())
@@ -1148,7 +1167,7 @@ class Run:
         self.scaler.unscale_(self.optimizer)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), s.grad_clip)
         self.fetched = self.step + 1, self.fetch(self.step + 1)  # while a GPU is still at work
-        loss, norm = over_processes(loss, self.device), norm.item()
+        loss, norm = over_processes(loss, self.device) / PROCESSES, norm.item()
         # In fp16 gradients may overflow; that is the scaler's business below.
         if not math.isfinite(loss if self.scaler.is_enabled() else loss + norm):
             last = self.folder and self.folder / name_of(self.folder, "last")
@@ -1362,11 +1381,7 @@ def settings_of(given):
         value = getattr(settings, name)
         if value is not None and not low <= value < 2**31:
             raise ValueError(f"--{name} must be from {low} to {2**31 - 1}, not {value}")
-    if settings.tokens_per_step % config.max_position_embeddings:
-        raise ValueError(
-            f"--tokens_per_step {settings.tokens_per_step} is not a multiple of "
-            f"--max_position_embeddings {config.max_position_embeddings}"
-        )
+    rows_of_a_step(settings, config)
     for name in ("learning_rate", "grad_clip"):
         if not 0 < getattr(settings, name) < math.inf:
             raise ValueError(f"--{name} must be positive, not {getattr(settings, name)}")
@@ -1530,8 +1545,8 @@ def main(argv=None):
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     try:
         status = run_command(given)
-        if PROCESSES > 1 and dist.is_initialized():  # after an error it might wait for the others
-            dist.destroy_process_group()
+        if PROCESSES > 1 and dist.is_initialized():
+            part_processes()
         return status
     except BrokenPipeError:  # the reader, `head` for example, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -183,13 +183,11 @@ def generation(bench):
 
 
 TABLE_MEMORY = """
-import re, sys, mhf
-tokens = [b"token %d" % i for i in range(int(sys.argv[1]))]
-def peak():
-    return int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
-before = peak()
+import sys, torch, mhf, train
+tokens, cpu = [b"token %d" % i for i in range(int(sys.argv[1]))], torch.device("cpu")
+before = train.peak_memory(cpu)
 mhf.SignatureTable(4, 16384).extend(tokens)
-print(peak() - before)
+print(round(2**30 * (train.peak_memory(cpu) - before)))
 """
 
 

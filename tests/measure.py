@@ -14,6 +14,8 @@ from types import SimpleNamespace
 
 import torch
 
+import train
+
 KINDS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MATRIX = 2048  # side of the matrices whose product is the peak, on a CPU; four times that on a GPU
 COLOURS = {"standard": "#000000", "published": "#D55E00", "plain": "#009E73", "lean": "#0072B2"}
@@ -31,10 +33,10 @@ def timed(job, device):
     return time.perf_counter() - began
 
 
-def _status(name):
-    """VmRSS or VmHWM of this process in bytes."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+def _resident():
+    """What this process has in memory now, in bytes."""
+    pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE")
 
 
 def extra_memory(job, device):
@@ -51,12 +53,12 @@ def extra_memory(job, device):
     try:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        before = _status("VmRSS")
+        before = _resident()
     except (OSError, AttributeError, TypeError):  # not Linux with glibc
         job()
         return None
     gradients = job() or 0
-    return max(0, _status("VmHWM") - before - gradients)
+    return max(0, 2**30 * train.peak_memory(device) - before - gradients)
 
 
 class Bench:

@@ -755,16 +755,14 @@ def test_a_kill_at_any_moment_loses_and_repeats_no_document(cache, monkeypatch, 
 
 
 MEMORY = """
-import os, re
-from pathlib import Path
+import os, torch
 import train
 
 os.cpu_count = lambda: 2  # more threads have more in memory
 train.SHARD = 2**19
 for name in ("small.txt", "large.txt", "large.jsonl"):
     corpus = train.prepare(train.Settings(data=[name], tokenizer="tokenizer.tiktoken"))
-    peak = re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())
-    print(int(peak[1]) / 2**10, len(corpus.training))
+    print(2**10 * train.peak_memory(torch.device("cpu")), len(corpus.training))  # MiB
 """
 
 

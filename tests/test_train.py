@@ -716,6 +716,16 @@ def test_the_micro_batch_by_default_divides_the_step():
     assert expected == [2, 4, 1]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere getrusage has to do")
+def test_peak_memory_is_the_process_own():
+    """A process that a larger one started tells its own peak, not its parent's."""
+    large = bytearray(2**29)
+    code = "import torch, train; print(train.peak_memory(torch.device('cpu')))"
+    environment = os.environ | {"PYTHONPATH": str(Path(train.__file__).parent)}
+    child = float(subprocess.check_output([sys.executable, "-c", code], env=environment))
+    assert 0.1 < child < train.peak_memory(CPU) - 0.25 and len(large) == 2**29
+
+
 @pytest.mark.parametrize(("gib", "expected"), [(80, 8), (24, 4), (14.6, 2), (2, 1)])
 def test_the_micro_batch_follows_the_memory(gib, expected, monkeypatch):
     """Elsewhere: 16,384 positions, or fewer, so that the plan takes half of the memory at most."""
