@@ -757,8 +757,9 @@ class LanguageModel(nn.Module):
         return tuple(torch.cat(part).view(*ids.shape, k) for part in best)
 
     def generate(
-        self, ids, max_new_tokens=100, temperature=1.0, top_k=None, top_p=None, stop=(), seed=None
-    ):
+        self, ids, max_new_tokens=100, temperature=1.0, top_k=None, top_p=None, stop=(), seed=None,
+        return_log_probs=False,
+    ):  # fmt: skip
         """Continue prompts: an iterator of token ids, one step at a time.
 
         ids: one prompt (T,), a batch (N, T), or a list of 1-D prompts of any lengths from 1.
@@ -766,22 +767,23 @@ class LanguageModel(nn.Module):
         top_k, top_p: sample among exactly the k best; of these, among the fewest with mass p.
         stop: ids that end their row; the stop id itself is yielded. seed: None: PyTorch's own.
 
-        Yields an int for one 1-D prompt, else a LongTensor (N,) with the pad id in finished rows.
+        Yields an int for one 1-D prompt, else a LongTensor (N,) with the pad id in finished rows;
+        with return_log_probs (token, log P), which temperature, top_k and top_p do not change.
         When a row's context is full, its newest half is encoded again, as that of a prompt which is
         longer. Raises ValueError for bad arguments, before the first token.
         """
         rows, single = _prompt_rows(ids, self.config.vocab_size)
         sampling = _checked_sampling(temperature, top_k, top_p, max_new_tokens)
         stop = {stop} if isinstance(stop, int) else set(map(int, stop))
-        return _generate(self, rows, single, max_new_tokens, sampling, stop, seed)
+        return _generate(self, rows, single, max_new_tokens, sampling, stop, seed, return_log_probs)
 
-    def explain(self, ids, position=-1, top_k=10, force=None):
+    def explain(self, ids, position=-1, top_k=10, force=None, all_scores=False):
         """All that happens at one position, as a JSON-able dict; `_explain` lists its entries.
 
         ids: one sequence. force: {function, from 0: bucket}: a what-if, in which the function's
-        soft embedding is the bucket's row.
+        soft embedding is the bucket's row. all_scores: the scores of all V tokens, too.
         """
-        return _explain(self, ids, position, top_k, force or {})
+        return _explain(self, ids, position, top_k, force or {}, all_scores)
 
     def num_parameters(self):
         """Parameters: table, embedding, blocks, decoder, total; and those of a V × D table."""
@@ -1161,19 +1163,31 @@ def _checked_sampling(temperature, top_k, top_p, max_new_tokens):
     return temperature, top_k, top_p
 
 
-def _sample(logits, temperature, top_k, top_p, generator):
-    """One id (N,) from every row of logits (N, V)."""
+def sampling_weights(logits, temperature=1.0, top_k=None, top_p=None):
+    """Logits (N, V) -> what `generate` draws a token by: weights (N, k), and the ids (N, k) of the
+    k tokens they belong to, best first; ids is None if they are those of all V, in their order.
+
+    The weights are probabilities but for top_p, whose tokens' weights sum to less than 1.
+    """
     if temperature < 1e-6:  # 0 is greedy, and float32 could not divide by less
-        return logits.argmax(-1)
+        best = logits.argmax(-1, keepdim=True)  # (N, 1)
+        return torch.ones_like(best, dtype=logits.dtype), best
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # (N, V)
     if top_k is None and top_p is None:
-        return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
+        return logits.softmax(-1), None
     size = logits.shape[-1]
     logits, ids = logits.topk(min(top_k or size, size))  # (N, k), best first
-    probs = logits.softmax(-1)
+    weights = logits.softmax(-1)
     if top_p is not None:  # a token goes when those before it have mass p already
-        probs = probs.masked_fill(probs.cumsum(-1) - probs >= top_p, 0.0)
-    return ids.gather(-1, torch.multinomial(probs, 1, generator=generator))[:, 0]
+        weights = weights.masked_fill(weights.cumsum(-1) - weights >= top_p, 0.0)
+    return weights, ids
+
+
+def _sample(logits, temperature, top_k, top_p, generator):
+    """One id (N,) from every row of logits (N, V)."""
+    weights, ids = sampling_weights(logits, temperature, top_k, top_p)
+    drawn = torch.multinomial(weights, 1, generator=generator)  # (N, 1)
+    return (drawn if ids is None else ids.gather(-1, drawn))[:, 0]
 
 
 def _next_states(model, contexts, cache, whole):
@@ -1191,7 +1205,7 @@ def _next_states(model, contexts, cache, whole):
 
 
 @torch.inference_mode()  # an eighth faster than no_grad
-def _generate(model, contexts, single, max_new_tokens, sampling, stop, seed):
+def _generate(model, contexts, single, max_new_tokens, sampling, stop, seed, return_log_probs):
     config, weight, cache = model.config, model.model.embed_tokens.weight, None
     window = config.max_position_embeddings
     generator = None if seed is None else torch.Generator(weight.device).manual_seed(seed)
@@ -1203,7 +1217,11 @@ def _generate(model, contexts, single, max_new_tokens, sampling, stop, seed):
             size = min(window, max(map(len, contexts)) + max_new_tokens - step)
             cache = KVCache(config, len(contexts), size, weight)
         h = _next_states(model, contexts, cache, whole)  # (N, D)
-        new = _sample(model.token_scores(h) / config.calibration, *sampling, generator).tolist()
+        logits = model.token_scores(h) / config.calibration  # (N, V)
+        new = _sample(logits, *sampling, generator)  # (N,)
+        if return_log_probs:
+            log_p = logits.log_softmax(-1).gather(-1, new.unsqueeze(-1))[:, 0].cpu()  # (N,)
+        new = new.tolist()
         for n, token_id in enumerate(new):
             if done[n]:
                 new[n] = config.pad_token_id or 0
@@ -1212,6 +1230,8 @@ def _generate(model, contexts, single, max_new_tokens, sampling, stop, seed):
                 done[n] = token_id in stop
         with torch.inference_mode(False):  # a tensor that may be trained on
             out = new[0] if single else torch.tensor(new)
+            if return_log_probs:
+                out = out, log_p.item() if single else log_p.clone()
         yield out
         if all(done):
             return
@@ -1223,18 +1243,23 @@ def _generate(model, contexts, single, max_new_tokens, sampling, stop, seed):
 
 
 @torch.no_grad()
-def _explain(model, ids, position, top_k, force):
+def _explain(model, ids, position, top_k, force, all_scores):
     """The dict of `explain`. Probabilities are natural, functions count from 0.
 
-    tokens         of every input token: id, bytes, text, signature, gate, gate_scores
+    tokens         of every input token: id, bytes, text, signature, gate, gate_scores, row_norms,
+                   residual (‖W_s Σ α_j e_j + b_s − x‖, the first in float64)
+    signature      of the token at the position, see `_explain_signature`
     functions      of each: top buckets (bucket, prob, log_prob, num_tokens, best tokens, and mass:
                    their renormalised probability, τ = 1), entropy_bits, soft_embedding_norm,
+                   nearest: the buckets whose rows have the largest cosine with the soft embedding,
                    forced; compatible: how many real tokens are in the top (or forced) bucket of
                    this and all earlier functions; compatible_mass: theirs
-    top_tokens     of the best: log_p of each function, score (their sum), joint_prob (its exp),
-                   log_prob_paper (renormalised, τ = 1), log_prob (renormalised, calibrated)
+    top_tokens     of the best: rank, log_p of each function, score (their sum), joint_prob (its
+                   exp), log_prob_paper (renormalised, τ = 1), log_prob (renormalised, calibrated)
+    next           the same of the token that follows in ids; None at the end
     valid_mass     probability on the signatures of real tokens
-    Of the standard model there are only tokens and top_tokens.
+    scores         of all V tokens if asked for, None for unused ids
+    Of the standard model there are only tokens, top_tokens, next and scores.
     """
     config = model.config
     rows, _ = _prompt_rows(ids, config.vocab_size)
@@ -1245,32 +1270,42 @@ def _explain(model, ids, position, top_k, force):
         raise ValueError(f"position {position} is outside the {len(row)} tokens")
     if not 1 <= top_k <= config.vocab_size:
         raise ValueError(f"top_k must be from 1 to {config.vocab_size}, not {top_k}")
-    ids = torch.tensor([row], device=model.model.cos.device)  # (1, T)
+    position, ids = position % len(row), torch.tensor([row], device=model.model.cos.device)
     h = model(ids)[0, position]  # (D,)
-    result = {"schema": 1, "position": position % len(row), "calibration": config.calibration}
+    result = {"schema": 2, "position": position, "calibration": config.calibration}
+    result["vocab_size"], log_buckets = config.vocab_size, None
     result["tokens"] = [_token_entry(model, i) for i in row]
     if config.model == "mhf":
         log_buckets, scores = _explain_cascade(model, h, top_k, force, result)
-        rows = model.model.embed_tokens(model.rows[ids[0]])  # (T, H, D)
-        gate, scorer = model.model.combiner(rows)[1], getattr(model.model.combiner, "scorer", None)
-        for t, entry in enumerate(result["tokens"]):
-            entry["gate"] = gate[t].tolist()
-            entry["gate_scores"] = scorer and scorer(rows[t])[:, 0].tolist()  # None: another gate
+        _explain_gate(model, ids, result["tokens"])
+        result["signature"] = _explain_signature(model, row[position], scores, top_k)
     elif force:
         raise ValueError("force is for hash functions; the standard model has none")
     else:
         scores = model.token_scores(h.unsqueeze(0))[0]  # (V,)
-    paper = scores.log_softmax(-1)  # (V,)
-    calibrated = (scores / config.calibration).log_softmax(-1)  # (V,)
-    result["top_tokens"], real = [], int(scores.isfinite().sum())
-    for i in scores.topk(min(top_k, real)).indices.tolist():
-        entry = _token_entry(model, i) | {"score": scores[i].item()}
-        if config.model == "mhf":
+    best = scores.topk(min(top_k, int(scores.isfinite().sum()))).indices.tolist()
+    follows = row[position + 1 : position + 2]
+    entries = list(_explain_tokens(model, best + follows, scores, log_buckets))
+    result["top_tokens"] = entries[: len(best)]
+    result["next"] = entries[-1] if follows else None
+    if all_scores:
+        result["scores"] = [s if s > -float("inf") else None for s in scores.tolist()]
+    return result
+
+
+def _explain_tokens(model, token_ids, scores, log_buckets):
+    """The entries of top_tokens. An unused id has no score, and so has its entry None there."""
+    logs = scores.log_softmax(-1), (scores / model.config.calibration).log_softmax(-1)  # (V,)
+    for i in token_ids:
+        entry, real = _token_entry(model, i), scores[i].isfinite().item()
+        entry["rank"] = 1 + int((scores > scores[i]).sum()) if real else None
+        entry["score"] = scores[i].item() if real else None
+        if log_buckets is not None:
             entry["log_p"] = [log_buckets[j, b].item() for j, b in enumerate(entry["signature"])]
             entry["joint_prob"] = scores[i].exp().item()
-        entry |= {"log_prob_paper": paper[i].item(), "log_prob": calibrated[i].item()}
-        result["top_tokens"].append(entry)
-    return result
+        for name, log_p in zip(("log_prob_paper", "log_prob"), logs, strict=True):
+            entry[name] = log_p[i].item() if real else None
+        yield entry
 
 
 def _token_entry(model, token_id):
@@ -1281,6 +1316,77 @@ def _token_entry(model, token_id):
     signature = signatures.ids[token_id].tolist() if signatures else None
     raw = None if raw is None else list(raw)
     return {"id": token_id, "bytes": raw, "text": text, "signature": signature}
+
+
+def _explain_gate(model, ids, tokens):
+    """Adds gate, gate_scores, row_norms and residual to the tokens; None where it is not ours."""
+    rows = model.model.embed_tokens(model.rows[ids[0]])  # (T, H, D)
+    x, gate = (y[0] for y in model.embed(ids, return_gate=True))  # (T, D), (T, H)
+    combiner, residual, scores = model.model.combiner, None, None
+    if scorer := getattr(combiner, "scorer", None):
+        scores = scorer(rows).squeeze(-1)  # (T, H)
+    if adapter := getattr(combiner, "output_proj", None):
+        mixed = (gate.unsqueeze(-1).double() * rows).sum(-2)  # (T, D)
+        again = F.linear(mixed, adapter[0].weight.double(), adapter[0].bias.double())  # (T, D)
+        residual = (again - x).norm(dim=-1)  # (T,)
+    found = {"gate": gate, "gate_scores": scores, "row_norms": rows.norm(dim=-1)}
+    for name, values in (found | {"residual": residual}).items():
+        for t, entry in enumerate(tokens):
+            entry[name] = None if values is None else values[t].tolist()
+
+
+def _bucket_entry(model, j, bucket, scores, top_k):
+    """A bucket of function j: how many real tokens it has, the best of them, and their mass."""
+    members = (scores.isfinite() & (model.model.hash_map[:, j] == bucket)).nonzero()[:, 0]
+    best = members[scores[members].argsort(descending=True)[:top_k]].tolist()
+    mass = (scores[members].logsumexp(0) - scores.logsumexp(0)).exp().item()
+    entry = {"bucket": bucket, "num_tokens": len(members), "mass": mass}
+    return entry | {"tokens": [_token_entry(model, i) for i in best]}
+
+
+def _explain_signature(model, token_id, scores, top_k):
+    """How a token came to its signature, and who has ids in common with it.
+
+    functions  of each: its bucket as in the trace's functions, and expected, the mean of all
+    neighbours the tokens that share most ids with it, the most probable first, and shared: how many
+    shared     how many tokens have exactly 0, 1, …, H ids in common with it
+    tries      the tries (seed of the last id, last id, owner: the token that had the signature);
+               None where the tokens behind the signatures are not known
+    """
+    table, hash_map, config = model.signatures, model.model.hash_map, model.config
+    real = scores.isfinite()
+    expected = int(real.sum()) / (config.num_buckets - 1)
+    functions = [
+        _bucket_entry(model, j, bucket, scores, top_k) | {"expected": expected}
+        for j, bucket in enumerate(hash_map[token_id].tolist())
+    ]
+    shared = (hash_map == hash_map[token_id]).sum(-1).masked_fill(~real, 0)  # (V,)
+    shared[token_id] = 0
+    order = (shared + scores.softmax(-1) / 2).argsort(descending=True)[:top_k].tolist()
+    tries = None
+    if not (table.locked or table.from_checkpoint or table.tokens[token_id] is None):
+        tries = [
+            {
+                "seed": seed,
+                "last": last,
+                "owner": None if owner is None else _token_entry(model, owner),
+            }
+            for seed, last, owner in table.trace(table.tokens[token_id])
+        ]
+    counts = shared.bincount(minlength=config.num_hashes + 1)
+    counts[0] -= len(real) - int(real.sum()) + bool(real[token_id])  # unused ids, and itself
+    return {
+        "id": token_id,
+        "num_buckets": config.num_buckets,
+        "num_hashes": config.num_hashes,
+        "signatures": config.num_buckets**config.num_hashes,
+        "functions": functions,
+        "neighbours": [
+            _token_entry(model, i) | {"shared": n} for i in order if (n := int(shared[i]))
+        ],
+        "shared": counts.tolist(),
+        "tries": tries,
+    }
 
 
 def _explain_cascade(model, h, top_k, force, result):
@@ -1295,27 +1401,31 @@ def _explain_cascade(model, h, top_k, force, result):
     steps = list(model.hash_head.steps(h, model.table, force=force))
     log_buckets = torch.stack([o for o, _, _ in steps]).float().log_softmax(-1)  # (H, B)
     scores = model.sum_over_signatures(log_buckets.view(-1, 1))[0]  # (V,)
-    real, probs = scores.isfinite(), scores.softmax(-1)  # (V,)
-    compatible, hash_map, result["functions"] = real, model.model.hash_map, []
+    compatible, probs, result["functions"] = scores.isfinite(), scores.softmax(-1), []  # (V,)
     for j, (_, _, soft) in enumerate(steps):
-        top = []
-        for log_p, bucket in zip(
-            *(t.tolist() for t in log_buckets[j].topk(min(top_k, B))), strict=True
-        ):
-            members = (real & (hash_map[:, j] == bucket)).nonzero()[:, 0]
-            best = members[scores[members].argsort(descending=True)[:top_k]].tolist()
-            entry = {"bucket": bucket, "prob": float(np.exp(log_p)), "log_prob": log_p}
-            entry |= {"num_tokens": len(members), "mass": probs[members].sum().item()}
-            entry["tokens"] = [_token_entry(model, i) for i in best]
-            top.append(entry)
-        compatible = compatible & (hash_map[:, j] == force.get(j, top[0]["bucket"]))  # (V,)
+        best, nearest, norm = log_buckets[j].topk(min(top_k, B)), [], None
+        top = [
+            _bucket_entry(model, j, bucket, scores, top_k)
+            | {"prob": float(np.exp(log_p)), "log_prob": log_p}
+            for log_p, bucket in zip(*(t.tolist() for t in best), strict=True)
+        ]
+        if soft is not None:
+            cosine = F.cosine_similarity(model.table[j], soft, dim=-1).topk(min(3, B))
+            norm = soft.norm().item()
+            nearest = [
+                _bucket_entry(model, j, bucket, scores, top_k) | {"cosine": value}
+                for value, bucket in zip(*(t.tolist() for t in cosine), strict=True)
+            ]
+        chosen = force.get(j, top[0]["bucket"])
+        compatible = compatible & (model.model.hash_map[:, j] == chosen)  # (V,)
+        entropy = torch.special.entr(log_buckets[j].exp()).sum().item() / np.log(2).item()
         result["functions"].append(
             {
                 "function": j,
                 "top": top,
-                "entropy_bits": torch.special.entr(log_buckets[j].exp()).sum().item()
-                / np.log(2).item(),
-                "soft_embedding_norm": None if soft is None else soft.norm().item(),
+                "entropy_bits": entropy,
+                "soft_embedding_norm": norm,
+                "nearest": nearest,
                 "forced": force.get(j),
                 "compatible": int(compatible.sum()),
                 "compatible_mass": probs[compatible].sum().item(),

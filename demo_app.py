@@ -1,0 +1,1909 @@
+"""See a token become a signature, and a signature become a token: `python demo_app.py`.
+
+One forward pass gives one trace, `mhf.explain`'s dict. Every view is a function of the trace (and
+of `facts`, what a checkpoint says of its whole vocabulary) that returns plain values, and a template
+that shows them. No view computes anything of the model; sliders and clicks on what is there already
+read the trace. What a user adds is in the user's own session; models are shared and never changed.
+"""
+
+import argparse
+import atexit
+import copy
+import csv
+import functools
+import inspect
+import io
+import json
+import math
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.parse
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # both before gradio is imported
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+
+import gradio as gr
+import jinja2
+import numpy as np
+import torch
+
+import mhf
+from sample import visible
+
+HERE = Path(__file__).resolve().parent
+SHIPPED = HERE / "tutorials" / "checkpoint"
+TOP = 10  # buckets and tokens that a view lists
+MAX_CHARACTERS, MAX_TOKENS, MAX_WORDS, MAX_BYTES = 10_000, 200, 50, 64
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+SLIDERS = {"temperature": (1.0, 0.0, 3.0), "top_k": (0, 0, 1000), "top_p": (1.0, 0.01, 1.0)}
+SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+
+
+# ---------------------------------------------------------------------------------------------
+# Checkpoints and traces: all that touches a model
+# ---------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Checkpoint:
+    """A model, its tokenizer (None: prompts are token ids) and what holds for all its tokens."""
+
+    name: str
+    model: object
+    tokenizer: object
+    names: list  # bytes of every token id, None where unknown
+    facts: dict
+
+    def ids(self, ids):
+        return torch.tensor([ids], device=self.model.model.cos.device)  # (1, T)
+
+
+class Lab:
+    """The checkpoints that may be chosen, by name, and the one lock for all that computes."""
+
+    def __init__(self, first=None, out="runs"):
+        self.out, self.lock = Path(out), threading.Lock()
+        self.first = first and {str(first): mhf.find_checkpoint(first)}
+        self.open = functools.lru_cache(maxsize=3)(self._open)
+        self.personal = functools.lru_cache(maxsize=16)(self._personal)
+
+    def paths(self):
+        """{name: folder}: the checkpoint given, the shipped one, those of the output folder."""
+        runs = sorted(self.out.glob("*/last"), key=os.path.getmtime, reverse=True)
+        shipped = {"shipped": SHIPPED} if (SHIPPED / "config.json").is_file() else {}
+        return (self.first or {}) | shipped | {run.parent.name: run.parent for run in runs[:50]}
+
+    def get(self, name):
+        if name not in (paths := self.paths()):
+            raise ValueError(f"there is no checkpoint {name!r} here; there are {', '.join(paths)}")
+        return self.open(name, mhf.find_checkpoint(paths[name]))
+
+    def _open(self, name, folder):
+        device, _ = mhf.choose_device("auto")
+        model = mhf.load(folder).to(device).requires_grad_(False)
+        tokenizer = None
+        if (folder / "tokenizer.tiktoken").is_file():
+            tokenizer = mhf.Tokenizer.load(folder)
+        V, signatures = model.config.vocab_size, getattr(model, "signatures", None)
+        names = [tokenizer.token_bytes(i) if tokenizer else None for i in range(V)]
+        if signatures:
+            names = [raw or name for raw, name in zip(signatures.tokens, names, strict=True)]
+        return Checkpoint(name, model, tokenizer, names, facts(model))
+
+    def _personal(self, shared, words):
+        """A checkpoint with a user's own words: other signatures, the same parameters."""
+        if not words:
+            return shared
+        memo = {id(p): p for p in shared.model.parameters()}
+        model, new = copy.deepcopy(shared.model, memo), [word.encode() for word in words]
+        model.expand(new)
+        return replace(shared, model=model, names=shared.names + new)
+
+    def encode(self, checkpoint, words, text):
+        """Token ids of a text: a user's own words where they stand, else the tokenizer's."""
+        if len(text) > MAX_CHARACTERS:
+            raise ValueError(f"the text has {len(text):,} characters; {MAX_CHARACTERS:,} are read")
+        if not text:
+            raise ValueError("the prompt is empty; type at least one character")
+        if checkpoint.tokenizer is None:
+            try:
+                return [int(word) for word in text.split()]
+            except ValueError:
+                raise ValueError(
+                    f"this checkpoint has no tokenizer of this project: type token ids from 0 to "
+                    f"{len(checkpoint.names) - 1}, separated by spaces, not {text[:40]!r}"
+                ) from None
+        start, ids = len(checkpoint.names) - len(words), []
+        longest = sorted(words, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, longest))})", text) if words else [text]
+        for i, part in enumerate(parts):
+            own = i % 2
+            ids += [start + words.index(part)] if own else checkpoint.tokenizer.encode(part)
+        return ids
+
+    def trace(self, checkpoint, ids, position=-1, force=None, top_k=TOP):
+        """mhf.explain's trace. Of a model that a student changed, at least the next tokens."""
+        top_k = min(top_k, len(checkpoint.names))
+        with self.lock:
+            try:
+                trace = checkpoint.model.explain(ids, position, top_k, force, all_scores=True)
+            except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
+                trace = self._plain_trace(checkpoint, ids, position, top_k, error)
+        for entry in [*trace["tokens"], *trace["top_tokens"], *filter(None, [trace["next"]])]:
+            raw = checkpoint.names[entry["id"]]
+            if entry["bytes"] is None and raw is not None:  # the standard model's
+                entry |= {"bytes": list(raw), "text": raw.decode("utf-8", "backslashreplace")}
+        return trace
+
+    def log_probs(self, checkpoint, ids, start):
+        """{place: log P} of the tokens from `start` on, as the model gives them."""
+        with self.lock:
+            log_p = checkpoint.model.log_probs(checkpoint.ids(ids))[0]  # (T, V)
+        return {i: log_p[i - 1, ids[i]].item() for i in range(start, len(ids))}
+
+    def _plain_trace(self, checkpoint, ids, position, top_k, error):
+        log_p = checkpoint.model.log_probs(checkpoint.ids(ids))[0, position]  # (V,)
+        entry = dict.fromkeys(("bytes", "text", "signature", "log_prob_paper", "score"))
+        best = log_p.topk(top_k).indices.tolist()
+        follows = ids[position % len(ids) + 1 :][:1]
+        found = [
+            entry
+            | {"id": i, "log_prob": log_p[i].item(), "rank": 1 + int((log_p > log_p[i]).sum())}
+            for i in best + follows
+        ]
+        return {
+            "schema": 2,
+            "position": position % len(ids),
+            "calibration": 1.0,
+            "vocab_size": len(checkpoint.names),
+            "changed": f"{type(error).__name__}: {error}",
+            "tokens": [entry | {"id": i} for i in ids],
+            "top_tokens": found[: len(best)],
+            "next": found[-1] if follows else None,
+            "scores": log_p.tolist(),
+        }
+
+
+def facts(model):
+    """What a checkpoint says of its whole vocabulary: sizes, bucket loads, close pairs, a re-hash."""
+    config, found = model.config, {"parameters": model.num_parameters()}
+    found |= {"V": config.vocab_size, "D": config.hidden_size, "model": config.model}
+    found |= {"window": config.max_position_embeddings, "objective": config.objective}
+    if config.model != "mhf":
+        return found
+    table, H, B = model.signatures, config.num_hashes, config.num_buckets
+    found |= {"H": H, "B": B, "signatures": B**H, "rehashed": len(table.rehashed)}
+    real = table.ids[table.assigned].numpy()  # (tokens, H)
+    n, p = len(real), 1 / (B - 1)
+    loads = [_counts(_counts(column, B)[1:]) for column in real.T]
+    log_choose = [
+        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(n)
+    ]
+    found["loads"] = [
+        {
+            "tokens": k,
+            "observed": sum(load[k] for load in loads if k < len(load)) / H,
+            "expected": math.exp(
+                math.log(B - 1) + log_choose[k] + k * math.log(p) + (n - k) * math.log1p(-p)
+            ),
+        }
+        for k in range(min(n, max(map(len, loads))))
+    ]
+    few = H > 1 and n <= 100_000  # else it takes seconds
+    found["close_pairs"], rows = _close_pairs(real) if few else (None, None)
+    found["close_pair"] = rows and table.assigned.nonzero()[rows, 0].tolist()
+    found["close_pairs_expected"] = n * (n - 1) / 2 * H * p ** (H - 1)
+    found["rehash"] = _rehash_example(table)
+    return found
+
+
+def _counts(values, size=0):
+    return np.bincount(values, minlength=size).tolist()
+
+
+def _close_pairs(ids):
+    """How many pairs of tokens share H−1 ids or more, and one such pair, if there is any."""
+    pairs, example = 0, None
+    for left_out in range(ids.shape[1]):
+        rest = np.ascontiguousarray(np.delete(ids, left_out, 1))
+        _, group, sizes = np.unique(rest, axis=0, return_inverse=True, return_counts=True)
+        pairs += int((sizes * (sizes - 1) // 2).sum())
+        if example is None and sizes.max() > 1:
+            example = np.flatnonzero(group.ravel() == sizes.argmax())[:2].tolist()
+    return pairs, example
+
+
+def _rehash_example(table):
+    """The tries of a token that was re-hashed: here, or in a table of the same tokens that is as
+    crowded as it takes (20 collisions are to be expected). None where tokens are not known."""
+    tokens = [token for token in table.tokens if token is not None][: 2**14]
+    if table.from_checkpoint or table.locked or not tokens or table.num_hashes == table.num_lsh:
+        return None
+    H, B, own = table.num_hashes, table.num_buckets, bool(table.rehashed)
+    if not own and H > 1:
+        B = max(3, 1 + round((len(tokens) ** 2 / 40) ** (1 / H)))
+        table = mhf.SignatureTable(H, B)
+        try:
+            table.extend(tokens)
+        except ValueError:  # as crowded as that it does not hold them
+            return None
+    if not table.rehashed:
+        return None
+    most = max(table.rehashed[:1000], key=lambda i: len(table.trace(table.tokens[i])))
+    name = lambda i: {"id": i, "bytes": list(table.tokens[i])}  # noqa: E731
+    return {
+        "own": own,
+        "num_buckets": B,
+        "tokens": len(tokens),
+        "rehashed": len(table.rehashed),
+        "token": name(most) | {"signature": table.ids[most].tolist()},
+        "tries": [
+            {"seed": seed, "last": last, "owner": None if owner is None else name(owner)}
+            for seed, last, owner in table.trace(table.tokens[most])
+        ],
+    }
+
+
+# ---------------------------------------------------------------------------------------------
+# A user's session: a dict that every event takes and returns anew
+# ---------------------------------------------------------------------------------------------
+
+FRESH = {
+    "checkpoint": None,
+    "words": [],
+    "prompt": "",
+    "ids": [],
+    "position": 0,
+    "force": {},  # function -> bucket, both as JSON has them
+    "trace": None,
+    "start": None,  # where generated tokens start in ids
+    "log_probs": {},  # of generated tokens, by their place in ids
+    "seed": 0,
+    "notice": "",
+    "tab": "signature",
+    "default": None,  # the checkpoint at the start
+}
+
+
+def current(lab, session):
+    return lab.personal(lab.get(session["checkpoint"]), tuple(session["words"]))
+
+
+def trace_again(lab, session, **changes):
+    """The session with a new trace: one forward pass."""
+    session = session | changes
+    checkpoint = current(lab, session)
+    force = {int(j): bucket for j, bucket in session["force"].items()}
+    trace = lab.trace(checkpoint, session["ids"], session["position"], force)
+    return session | {"trace": trace, "position": trace["position"]}
+
+
+def open_prompt(lab, session, prompt, position=-1, **changes):
+    """The session at a new prompt. Of one longer than the context the newest part is read."""
+    session = session | changes
+    checkpoint = current(lab, session)
+    ids = lab.encode(checkpoint, session["words"], prompt)
+    notice, window = "", checkpoint.facts["window"]
+    if len(ids) > window:
+        notice = f"The prompt has {len(ids):,} tokens; the model reads the newest {window}."
+        ids = ids[-window:]
+    fresh = {"prompt": prompt, "ids": ids, "notice": notice, "start": None, "log_probs": {}}
+    position = position if -len(ids) <= position < len(ids) else -1
+    return trace_again(lab, session | {"force": {}} | fresh | changes, position=position)
+
+
+def add_words(lab, session, text, space=True):
+    """The session with new tokens, one for each line of the text."""
+    words = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
+    words = [" " + word.strip() if space else word for word in words]
+    if not words:
+        raise ValueError("type at least one word to add")
+    if len(session["words"]) + len(words) > MAX_WORDS:
+        have = len(session["words"])
+        raise ValueError(
+            f"{have} + {len(words)} words are too many; up to {MAX_WORDS} can be added"
+        )
+    for word in words:
+        if (size := len(word.encode("utf-8", "replace"))) > MAX_BYTES:
+            raise ValueError(f"{word[:20]!r}… has {size} bytes; a word may have {MAX_BYTES}")
+    checkpoint = current(lab, session)
+    if checkpoint.tokenizer is None or checkpoint.facts["model"] != "mhf":
+        raise ValueError("words can be added to a MultiHashFormer with a tokenizer of this project")
+    if there := {word.encode() for word in words} & set(checkpoint.names):
+        word = there.pop().decode("utf-8", "replace")
+        raise ValueError(f"{word!r} is a token already; a new one must differ")
+    return open_prompt(lab, session | {"words": session["words"] + words}, session["prompt"])
+
+
+def generate(lab, session, count, temperature, top_k, top_p, seed, ids=None, start=None):
+    """Yields the session after every new token; the last one has its trace."""
+    checkpoint, ids = current(lab, session), list(ids or session["ids"])
+    start = len(ids) if start is None else start
+    room = checkpoint.facts["window"] - len(ids)
+    if room < 1:
+        raise ValueError(f"the context of {len(ids)} tokens is full; start from an earlier one")
+    stop = {checkpoint.tokenizer.eot} if checkpoint.tokenizer else ()
+    count, seed = min(int(count), MAX_TOKENS, room), int(seed)
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed must be from 0 to {2**63 - 1}, not {seed}")
+    stream = checkpoint.model.generate(
+        ids, count, temperature, int(top_k) or None, top_p, stop, seed, return_log_probs=True
+    )
+    log_probs = {i: p for i, p in session["log_probs"].items() if i < len(ids)}
+    session = session | {"start": start, "seed": seed, "force": {}, "ids": ids, "notice": ""}
+    session |= {"log_probs": log_probs, "trace": None}  # it is made anew at the end
+    while True:
+        with lab.lock:
+            found = next(stream, None)
+        if found is None:
+            break
+        ids, log_probs = [*ids, found[0]], log_probs | {len(ids): found[1]}
+        session = session | {"ids": ids, "log_probs": log_probs}
+        yield session
+    yield trace_again(lab, session, position=max(0, len(ids) - 2))
+
+
+# ---------------------------------------------------------------------------------------------
+# Views: each a pure function of the trace that returns what its template shows
+# ---------------------------------------------------------------------------------------------
+
+
+def glyph(entry):
+    """A token as text in which blanks can be seen; its number where it has no text."""
+    raw = entry.get("bytes")
+    return f"#{entry['id']}" if raw is None else visible(bytes(raw), 24).rstrip(" ") or "∅"
+
+
+def percent(p):
+    """Two or three digits; never a plain 0 for what is more than 0."""
+    if not p:
+        return "–" if p is None else "0 %"
+    digits = 3 if p >= 0.1 else 2
+    return f"{100 * p:.{digits}g} %" if p >= 1e-5 else f"{100 * p:.0e} %".replace("e-0", "e-")
+
+
+def count(n):
+    """A whole number with separators, or as a power of ten where that says more."""
+    return f"{n:,}" if n < 1e15 else f"{n:.1e}".replace("e+", " · 10^")
+
+
+def needs(*keys):
+    """A view whose quantity the model does not have says so, instead of failing."""
+
+    def decorate(view):
+        @functools.wraps(view)
+        def guarded(trace, *args):
+            for key in keys:
+                if trace.get(key) is None:
+                    why = f" ({trace['changed']})" if "changed" in trace else ""
+                    return {"absent": f"This model has no {key} to show{why}."}
+            return view(trace, *args)
+
+        return guarded
+
+    return decorate
+
+
+def _chips(entries, mark=()):
+    return [{"glyph": glyph(e), "id": e["id"], "marked": e["id"] in mark} for e in entries]
+
+
+def view_tokens(session):
+    """View 1: the tokens, one of which is the position of all other views."""
+    trace = session["trace"]
+    tokens = [{"glyph": glyph(t), "id": t["id"]} for t in trace["tokens"]]
+    return {
+        "tokens": tokens,
+        "position": trace["position"],
+        "vocab_size": trace["vocab_size"],
+        "notice": session["notice"],
+        "words": session["words"],
+    }
+
+
+@needs("signature")
+def view_signature(trace, facts):
+    """View 2: the ids of the token, who shares them, and how a taken signature is re-hashed."""
+    own, follows = trace["signature"], trace["next"] or trace["top_tokens"][0]
+    token = trace["tokens"][trace["position"]]
+    H, re_hash = own["num_hashes"], facts.get("rehash")
+    return {
+        "token": {"glyph": glyph(token), "id": token["id"], "signature": token["signature"]},
+        "next": {"glyph": glyph(follows), "signature": follows["signature"]},
+        "next_is": "comes next" if trace["next"] else "is most probable next",
+        "functions": [
+            f
+            | {
+                "chips": _chips(f["tokens"], {own["id"]}),
+                "more": f["num_tokens"] - len(f["tokens"]),
+            }
+            for f in own["functions"]
+        ],
+        "neighbours": [n | {"glyph": glyph(n)} for n in own["neighbours"] if n["shared"] < H],
+        "shared": list(enumerate(own["shared"])),
+        "H": H,
+        "B": own["num_buckets"],
+        "signatures": own["signatures"],
+        "V": trace["vocab_size"],
+        "tries": _tries(own["tries"]),
+        "facts": facts,
+        "rehash": re_hash
+        and re_hash | {"glyph": glyph(re_hash["token"]), "tries": _tries(re_hash["tries"])},
+        "most": max((row["observed"] for row in facts.get("loads", [])), default=1),
+    }
+
+
+def _tries(tries):
+    return tries and [t | {"glyph": t["owner"] and glyph(t["owner"])} for t in tries]
+
+
+@needs("signature")
+def view_gate(trace):
+    """View 3: how much each of a token's rows counts, and that they sum to its input vector."""
+    position, tokens = trace["position"], trace["tokens"]
+    if tokens[position].get("gate") is None:
+        return {"absent": "This model has no gate to show."}
+    first = max(0, min(position - 12, len(tokens) - 24))
+    rows = [
+        {
+            "glyph": glyph(t),
+            "at": i,
+            "segments": [
+                {"j": j, "share": a, "score": t["gate_scores"] and t["gate_scores"][j]}
+                for j, a in enumerate(t["gate"])
+            ],
+            "residual": t["residual"],
+        }
+        for i, t in enumerate(tokens[first : first + 24], first)
+    ]
+    token, residuals = tokens[position], [t["residual"] for t in tokens]
+    scores = token["gate_scores"] or [None] * len(token["gate"])
+    parts = zip(token["signature"], token["row_norms"], scores, token["gate"], strict=True)
+    return {
+        "rows": rows,
+        "position": position,
+        "glyph": glyph(token),
+        "detail": [
+            dict(zip(("id", "norm", "score", "alpha"), part, strict=True)) for part in parts
+        ],
+        "residual": token["residual"],
+        "worst": None if None in residuals else max(residuals),
+        "hidden": len(tokens) - len(rows),
+    }
+
+
+@needs("functions")
+def view_cascade(trace):
+    """View 4: function by function, the buckets it may be and what is handed on."""
+    follows, panels = trace["next"], []
+    for f in trace["functions"]:
+        largest = max(top["prob"] for top in f["top"])
+        most = max(max(top["mass"] for top in f["top"]), 1e-30)
+        target = follows and follows["signature"][f["function"]]
+        bars = [
+            top
+            | {
+                "wide": 100 * top["prob"] / largest,
+                "mass_wide": 100 * top["mass"] / most,
+                "chips": _chips(top["tokens"][:3], {follows["id"]} if follows else ()),
+                "more": top["num_tokens"] - len(top["tokens"][:3]),
+                "target": top["bucket"] == target,
+                "forced": top["bucket"] == f["forced"],
+            }
+            for top in f["top"]
+        ]
+        nearest = [n | {"chips": _chips(n["tokens"][:2])} for n in f["nearest"]]
+        panels.append(f | {"bars": bars, "nearest": nearest, "target": target})
+    return {
+        "panels": panels,
+        "most_bits": math.log2(trace["signature"]["num_buckets"]),
+        "forced": trace["forced"],
+        "next": follows and glyph(follows),
+        "best": glyph(trace["top_tokens"][0]),
+        "best_p": math.exp(trace["top_tokens"][0]["log_prob"]),
+        "valid_mass": trace["valid_mass"],
+        "before": glyph(trace["tokens"][trace["position"]]),
+    }
+
+
+def sampling(trace, temperature, top_k, top_p):
+    """{token id: probability} of what `generate` would draw from, by mhf's own function."""
+    scores = torch.tensor([-math.inf if s is None else s for s in trace["scores"]])  # (V,)
+    logits = (scores / trace["calibration"]).unsqueeze(0)
+    weights, ids = mhf.sampling_weights(logits, temperature, int(top_k) or None, top_p)
+    weights = weights[0] / weights.sum()
+    kept = weights.nonzero()[:, 0]
+    tokens = kept if ids is None else ids[0, kept]
+    return dict(zip(tokens.tolist(), weights[kept].tolist(), strict=True))
+
+
+def view_probability(trace, temperature=1.0, top_k=0, top_p=1.0):
+    """View 5: from the H log probabilities of a signature to the probability of its token."""
+    drawn = sampling(trace, temperature, top_k, top_p)
+    rows, follows = [], trace["next"]
+    entries = list(trace["top_tokens"])
+    if follows and follows["id"] not in [e["id"] for e in entries]:
+        entries.append(follows)
+    for e in entries:
+        p = e["log_prob"] and math.exp(e["log_prob"])
+        paper = e["log_prob_paper"] and math.exp(e["log_prob_paper"])
+        rows.append(
+            e
+            | {"glyph": glyph(e), "p": p, "paper": paper, "drawn": drawn.get(e["id"], 0.0)}
+            | {"next": bool(follows) and e["id"] == follows["id"], "sum": _arithmetic(trace, e)}
+        )
+    shown = sum(row["drawn"] for row in rows)
+    return {
+        "rows": rows,
+        "H": len(entries[0].get("log_p", ())),
+        "valid_mass": trace.get("valid_mass"),
+        "calibration": trace["calibration"],
+        "kept": len(drawn),
+        "rest": max(0.0, 1 - shown),
+        "settings": (temperature, int(top_k), top_p),
+        "forced": trace.get("forced"),
+    }
+
+
+def _arithmetic(trace, entry):
+    """How a token's numbers come from each other, in one line."""
+    if "log_p" not in entry or entry["score"] is None:
+        return ""
+    terms = " ".join(f"{x:+.3f}" for x in entry["log_p"]).replace("-", "−")
+    p, paper = math.exp(entry["log_prob"]), math.exp(entry["log_prob_paper"])
+    distinct = trace["valid_mass"]
+    return (
+        f"log p₁ … log p{str(len(entry['log_p'])).translate(SUBSCRIPT)}:  {terms} = "
+        f"{entry['score']:.3f};   exp → joint {entry['joint_prob']:.3g};   ÷ valid mass "
+        f"{distinct:.3g} → {paper:.4f} (paper, τ = 1);   softmax of the sums / τ "
+        f"{trace['calibration']:.3g} → {p:.4f} (calibrated)"
+    )
+
+
+def view_generate(session, names):
+    """View 6: the text so far, generated tokens with their probabilities, and other candidates."""
+    trace, start, chosen = session["trace"], session["start"], session["position"] + 1
+    rows = []
+    for i, token_id in enumerate(session["ids"]):
+        entry = {"id": token_id, "bytes": names[token_id]}
+        log_p = session["log_probs"].get(i)
+        rows.append(
+            {
+                "at": i,
+                "glyph": glyph(entry),
+                "p": None if log_p is None else math.exp(log_p),
+                "generated": start is not None and i >= start,
+                "chosen": i == chosen,
+            }
+        )
+    candidates = [
+        {"glyph": glyph(e), "id": e["id"], "p": math.exp(e["log_prob"])}
+        for e in (trace or {}).get("top_tokens", [])
+    ]
+    return {
+        "rows": rows[max(0, (start or len(rows)) - 40) :],
+        "started": start is not None,
+        "candidates": candidates,
+        "after": glyph(trace["tokens"][trace["position"]]) if trace else "",
+        "seed": session["seed"],
+    }
+
+
+CHART_V = [1_000, 3_000, 8_192, 32_768, 65_536, 131_072, 262_144, 524_288, 1_000_000]
+
+
+def view_vocabulary(session, checkpoint):
+    """View 7: the user's own tokens, their tries, and what a table costs as V grows."""
+    facts, signatures = checkpoint.facts, getattr(checkpoint.model, "signatures", None)
+    if signatures is None:
+        return {
+            "absent": "This model has a row for every token: a new one adds a row, no signature."
+        }
+    D, V = facts["D"], len(checkpoint.names)
+    words = []
+    for i in range(V - len(session["words"]), V):
+        tries = signatures.trace(signatures.tokens[i])
+        told = {"id": i, "bytes": list(signatures.tokens[i])}
+        words.append(
+            {"glyph": glyph(told), "id": i, "signature": signatures.ids[i].tolist()}
+            | {"tries": len(tries), "taken": len(tries) - 1}
+        )
+    added = checkpoint.model.num_parameters()["total"] - facts["parameters"]["total"]
+    lines = {
+        "standard, V × D": lambda V: V * D,
+        "H3 B10K (10,624)": lambda V: 3 * 10_624 * D,
+        "H4 B16K (16,384)": lambda V: 4 * 16_384 * D,
+        "this model": lambda V: facts["parameters"]["table"],
+    }
+    series = {name: [(v, line(v)) for v in CHART_V] for name, line in lines.items()}
+    return {
+        "words": words,
+        "added": added,
+        "table": facts["parameters"]["table"],
+        "standard": checkpoint.model.num_parameters()["standard_table"],
+        "V": V,
+        "ids_bytes": 8 * facts["H"],
+        "chart": chart(series, "tokens in the vocabulary V", "parameters of the table", log=True),
+        "series": series,
+        "columns": [1_000, 32_768, 131_072, 1_000_000],
+    }
+
+
+def chart(series, x_label, y_label, log=False):
+    """{name: [(x, y), …]} -> lines and ticks in a box of 600 × 260, and the same as a sentence."""
+    points = [point for line in series.values() for point in line]
+    if not points:
+        return None
+    scale = math.log10 if log else float
+    xs, ys = ([scale(point[k]) for point in points] for k in (0, 1))
+    (x0, x1), (y0, y1) = (min(xs), max(xs)), (min(ys), max(ys))
+    place_x = lambda x: 60 + 530 * (scale(x) - x0) / ((x1 - x0) or 1)  # noqa: E731
+    place_y = lambda y: 230 - 215 * (scale(y) - y0) / ((y1 - y0) or 1)  # noqa: E731
+    if log:
+        x_ticks = [10**k for k in range(math.ceil(x0), math.floor(x1) + 1)]
+        y_ticks = [10**k for k in range(math.ceil(y0), math.floor(y1) + 1)]
+    else:
+        x_ticks = [x0 + (x1 - x0) * k / 4 for k in range(5)]
+        y_ticks = [y0 + (y1 - y0) * k / 4 for k in range(5)]
+    return {
+        "lines": [
+            {
+                "name": name,
+                "points": " ".join(f"{place_x(x):.1f},{place_y(y):.1f}" for x, y in line),
+            }
+            | {"end": (place_x(line[-1][0]), place_y(line[-1][1])), "last": line[-1]}
+            for name, line in series.items()
+            if line
+        ],
+        "x_ticks": [(place_x(x), _short(x)) for x in x_ticks],
+        "y_ticks": [(place_y(y), _short(y)) for y in y_ticks],
+        "x_label": x_label,
+        "y_label": y_label,
+        "told": "; ".join(
+            f"{n}: {_short(v[-1][1])} at {_short(v[-1][0])}" for n, v in series.items() if v
+        ),
+    }
+
+
+def _short(x):
+    for unit, sign in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if abs(x) >= unit:
+            return f"{x / unit:.3g}{sign}"
+    return f"{x:.3g}"
+
+
+def view_compare(a, b, names_a, names_b, label_a, label_b):
+    """View 9: the next tokens of two traces in the same columns, and their difference."""
+    both, tops = [], []
+    for trace in (a, b):
+        scores = torch.tensor([-math.inf if s is None else s for s in trace["scores"]])
+        p = (scores / trace["calibration"]).softmax(-1)
+        both.append((p, p.argsort(descending=True).argsort() + 1))
+    same = names_a is names_b
+    known = {raw: i for i, raw in enumerate(names_b) if raw is not None}
+    back = {raw: i for i, raw in enumerate(names_a) if raw is not None}
+    for entry in a["top_tokens"]:
+        i = entry["id"]
+        tops.append((entry, i, i if same else known.get(names_a[i])))
+    for entry in b["top_tokens"]:
+        i = entry["id"]
+        tops.append((entry, i if same else back.get(names_b[i]), i))
+    rows, seen = [], set()
+    for entry, i, k in tops:
+        if (i, k) in seen:
+            continue
+        seen.add((i, k))
+        row = {"glyph": glyph(entry)}
+        for side, index, (p, rank) in zip("ab", (i, k), both, strict=True):
+            there = index is not None and index < len(p)
+            row["p_" + side] = p[index].item() if there else None
+            row["rank_" + side] = rank[index].item() if there else None
+        if None not in (row["p_a"], row["p_b"]):
+            row["difference"] = row["p_b"] - row["p_a"]
+            row["up"] = row["rank_a"] - row["rank_b"]
+        rows.append(row)
+    quantities = []
+    for name, get in (
+        ("valid mass", lambda t: t.get("valid_mass")),
+        ("calibration τ", lambda t: t["calibration"]),
+        ("entropy of the next token, bits", _entropy_bits),
+    ):
+        x, y = get(a), get(b)
+        gap = None if None in (x, y) else y - x
+        quantities.append({"name": name, "a": x, "b": y, "difference": gap})
+    for j, (x, y) in enumerate(zip(a.get("functions", ()), b.get("functions", ()))):
+        x, y = x["entropy_bits"], y["entropy_bits"]
+        name = f"entropy of function {j + 1}, bits"
+        quantities.append({"name": name, "a": x, "b": y, "difference": y - x})
+    rows.sort(key=lambda row: -max(row["p_a"] or 0, row["p_b"] or 0))
+    return {"rows": rows, "quantities": quantities, "a": label_a, "b": label_b}
+
+
+def _entropy_bits(trace):
+    p = sampling(trace, 1.0, 0, 1.0).values()
+    return -sum(x * math.log2(x) for x in p if x > 0)
+
+
+# ---------------------------------------------------------------------------------------------
+# Templates: Jinja escapes everything, and their result is inserted as it is
+# ---------------------------------------------------------------------------------------------
+
+JINJA = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+JINJA.filters |= {"percent": percent, "count": count}
+MACROS = """
+{% macro cell(j, id, title="") %}
+<span class="cell f{{ j % 8 }}"{% if title %} title="{{ title }}"{% endif %}><i>{{ j + 1 }}</i>{{ id }}</span>
+{% endmacro %}
+{% macro cells(signature) %}
+<span class="cells">{% for id in signature or () %}{{ cell(loop.index0, id) }}{% endfor %}</span>
+{% endmacro %}
+{% macro chips(entries, more=0) %}
+{% for c in entries %}<span class="chip{{ ' marked' if c.marked }}" title="token {{ c.id }}"><bdi>{{ c.glyph }}</bdi></span> {% endfor %}
+{% if more > 0 %}<small>and {{ more|count }} more</small>{% endif %}
+{% endmacro %}
+{% macro scroll(label) %}
+<div class="scroll" tabindex="0" role="region" aria-label="{{ label }}">{{ caller() }}</div>
+{% endmacro %}
+{% macro lines(c) %}
+<svg viewBox="0 0 600 260" role="img" aria-label="{{ c.y_label }} against {{ c.x_label }}. {{ c.told }}">
+{% for x, text in c.x_ticks %}<line x1="{{ x }}" x2="{{ x }}" y1="15" y2="230" class="grid"/>
+<text x="{{ x }}" y="245" text-anchor="middle">{{ text }}</text>{% endfor %}
+{% for y, text in c.y_ticks %}<line x1="60" x2="590" y1="{{ y }}" y2="{{ y }}" class="grid"/>
+<text x="55" y="{{ y + 4 }}" text-anchor="end">{{ text }}</text>{% endfor %}
+{% for l in c.lines %}<polyline points="{{ l.points }}" class="line s{{ loop.index0 }}"/>{% endfor %}
+<text x="325" y="258" text-anchor="middle">{{ c.x_label }}</text>
+</svg>
+<p class="legend">{{ c.y_label }}: {% for l in c.lines %}<span><svg viewBox="0 0 30 8" aria-hidden="true"><polyline points="0,4 30,4" class="line s{{ loop.index0 }}"/></svg> {{ l.name }}</span> {% endfor %}</p>
+{% endmacro %}
+{% macro tries_list(tries, H) %}
+<ol class="tries">{% for t in tries %}
+<li>seed {{ t.seed }}{{ " (the last function's own)" if t.seed == H - 1 }}: last id <b>{{ t.last }}</b>,
+{% if t.glyph is not none and t.owner %}taken by <span class="chip"><bdi>{{ t.glyph }}</bdi></span>: hash again{% else %}free{% endif %}</li>
+{% endfor %}</ol>
+{% endmacro %}
+"""
+TEMPLATES = {
+    "tokens": """
+{% if notice %}<p class="notice" role="status">{{ notice }}</p>{% endif %}
+<div class="tokens" role="group" aria-label="Tokens: choose the position that all views show">
+{% for t in tokens %}<button type="button" data-pick="{{ loop.index0 }}" aria-pressed="{{ 'true' if loop.index0 == position else 'false' }}"><bdi>{{ t.glyph }}</bdi><small>{{ t.id }}</small></button>
+{% endfor %}</div>
+<p class="hint">{{ tokens|length }} tokens of {{ vocab_size|count }}. Choose one: all views then show what the model makes of it and what it expects after it.
+{% if words %}Your own tokens: {% for w in words %}<span class="chip"><bdi>{{ w.replace(" ", "␣") }}</bdi></span> {% endfor %}{% endif %}</p>
+""",
+    "signature": """
+<h3>The token <span class="chip marked"><bdi>{{ token.glyph }}</bdi></span> is the signature {{ cells(token.signature) }}</h3>
+<p>{{ H }} hash functions, {{ B|count }} buckets each: {{ signatures|count }} signatures (B<sup>H</sup>) for {{ V|count }} tokens, one for every {{ (signatures // V)|count }}.
+The token that {{ next_is }}, <span class="chip"><bdi>{{ next.glyph }}</bdi></span>, is {{ cells(next.signature) }}</p>
+{% call scroll("Who shares the buckets") %}
+<table><thead><tr><th scope="col">function, id</th><th scope="col">tokens in the bucket</th><th scope="col">who is in it: most probable next tokens first</th></tr></thead><tbody>
+{% for f in functions %}<tr><th scope="row">{{ cell(loop.index0, f.bucket) }}</th><td>{{ f.num_tokens }} <small>(mean {{ "%.1f"|format(f.expected) }})</small></td><td>{{ chips(f.chips, f.more) }}</td></tr>
+{% endfor %}</tbody></table>
+{% endcall %}
+<p>Ids in common with this token: {% for n, many in shared %}<span class="fact"><b>{{ n }}</b> of {{ H }}: {{ many|count }} token{{ "s" if many != 1 }}</span> {% endfor %}</p>
+{% if neighbours %}<p>Closest: {% for n in neighbours %}<span class="chip"><bdi>{{ n.glyph }}</bdi> <small>{{ n.shared }} of {{ H }}</small></span> {% endfor %}</p>{% endif %}
+<h3>How it got its last id</h3>
+{% if tries is none %}<p>The checkpoint stores ids without their tokens: the tries are not known.</p>
+{% elif not tries %}<p>This is the pad: all its ids are 0, and it is never hashed.</p>
+{% else %}{{ tries_list(tries, H) }}{% endif %}
+{% if rehash %}<h3>A token that really was re-hashed</h3>
+<p>{% if rehash.own %}{{ facts.rehashed|count }} of this model's tokens were.{% else %}None of this model's tokens was. The same tokens with {{ rehash.num_buckets }} buckets instead of {{ B|count }}: {{ rehash.rehashed }} of {{ rehash.tokens|count }} were.{% endif %}
+The one with most tries is <span class="chip"><bdi>{{ rehash.glyph }}</bdi></span> {{ cells(rehash.token.signature) }}</p>
+{{ tries_list(rehash.tries, H) }}
+{% else %}<p>No token of this model was re-hashed.</p>{% endif %}
+<h3>All {{ V|count }} tokens</h3>
+<p>Pairs of tokens that share at least {{ H - 1 }} of {{ H }} ids: {{ facts.close_pairs|count if facts.close_pairs is not none else "not counted" }}; {{ "%.2g"|format(facts.close_pairs_expected) }} are to be expected by chance.</p>
+{% call scroll("Bucket load, observed and expected") %}
+<table class="load"><thead><tr><th scope="col">tokens in a bucket</th><th scope="col">buckets, mean of the functions</th><th scope="col">expected by chance</th><th scope="col"><span class="f0 key"></span> observed, <span class="f1 key"></span> expected</th></tr></thead><tbody>
+{% for row in facts.loads %}<tr><th scope="row">{{ row.tokens }}</th><td>{{ "%.1f"|format(row.observed) }}</td><td>{{ "%.1f"|format(row.expected) }}</td>
+<td class="wide"><div class="bar f0" style="width:{{ 100 * row.observed / most }}%"></div><div class="bar f1" style="width:{{ 100 * row.expected / most }}%"></div></td></tr>
+{% endfor %}</tbody></table>
+{% endcall %}
+""",
+    "gate": """
+<h3>How <span class="chip marked"><bdi>{{ glyph }}</bdi></span> becomes one vector</h3>
+{% call scroll("Rows of this token") %}
+<table><thead><tr><th scope="col">function, id</th><th scope="col">norm of its row ‖e‖</th><th scope="col">bottleneck score s</th><th scope="col">weight α = softmax(s)</th></tr></thead><tbody>
+{% for d in detail %}<tr><th scope="row">{{ cell(loop.index0, d.id) }}</th><td>{{ "%.4f"|format(d.norm) }}</td><td>{{ "%.4f"|format(d.score) if d.score is not none else "–" }}</td><td>{{ "%.4f"|format(d.alpha) }}</td></tr>
+{% endfor %}</tbody></table>
+{% endcall %}
+<p class="check">{% if residual is none %}This model's gate has no adapter to check against.
+{% else %}Check: ‖W<sub>s</sub> Σ α<sub>j</sub> e<sub>j</sub> + b<sub>s</sub> − x‖ = <b>{{ "%.1e"|format(residual) }}</b>
+{{ "✓ below 1e-5" if residual < 1e-5 else "✗ not below 1e-5" }}; the largest of all tokens here is {{ "%.1e"|format(worst) }}.{% endif %}</p>
+<h3>Every token</h3>
+{% call scroll("Gate weights of the tokens") %}
+<table class="gate"><thead><tr><th scope="col">token</th><th scope="col">weights</th>{% for s in rows[0].segments %}<th scope="col"><span class="f{{ s.j % 8 }} key"></span> α{{ s.j + 1 }}</th>{% endfor %}</tr></thead><tbody>
+{% for r in rows %}<tr{% if r.at == position %} class="chosen"{% endif %}><th scope="row"><span class="chip{{ ' marked' if r.at == position }}"><bdi>{{ r.glyph }}</bdi></span></th>
+<td class="wide"><div class="stack" role="img" aria-label="{% for s in r.segments %}function {{ s.j + 1 }}: {{ s.share|percent }} {% endfor %}">{% for s in r.segments %}<div class="f{{ s.j % 8 }}" style="width:{{ 100 * s.share }}%" title="score {{ '%.3f'|format(s.score) if s.score is not none else '–' }}"></div>{% endfor %}</div></td>
+{% for s in r.segments %}<td>{{ "%.3f"|format(s.share) }}{% if s.score is not none %}<br><small>{{ "%.2f"|format(s.score) }}</small>{% endif %}</td>{% endfor %}</tr>
+{% endfor %}</tbody></table>
+{% endcall %}
+<p class="hint">Small numbers are the scores.{% if hidden %} {{ hidden }} more tokens are not shown; choose another to see those around it.{% endif %}</p>
+""",
+    "cascade": """
+<h3>What comes after <span class="chip marked"><bdi>{{ before }}</bdi></span>? {{ panels|length }} ids, one after the other</h3>
+{% if forced %}<p class="notice whatif" role="status"><b>What if</b> {% for j, bucket in forced.items() %}function {{ j|int + 1 }} were bucket {{ bucket }}{{ ", and " if not loop.last }}{% endfor %}: later functions and the result follow that row, not the model's own mixture. <button type="button" data-clear="1">Back to the model's own</button></p>{% endif %}
+<p>The most probable next token is <span class="chip"><bdi>{{ best }}</bdi></span> ({{ best_p|percent }}).{% if next %} In the text comes <span class="chip"><bdi>{{ next }}</bdi></span>; its buckets have a ◆.{% endif %} Choose a bucket to force it.</p>
+<p class="legend"><span><span class="key solid"></span> p<sub>j</sub>, the function's own probability</span> <span><span class="key hatched"></span> share of the renormalised probability that the bucket's tokens hold</span></p>
+<div class="panels">
+{% for p in panels %}<section class="panel" aria-label="Function {{ loop.index }}"><h4><span class="f{{ loop.index0 % 8 }} key"></span> Function {{ loop.index }}</h4>
+<p>entropy <b>{{ "%.2f"|format(p.entropy_bits) }}</b> of {{ "%.2f"|format(most_bits) }} bits</p>
+<div role="group" aria-label="Buckets of function {{ loop.index }}">
+{% set j = loop.index0 %}
+{% for b in p.bars %}<button type="button" class="bucket{{ ' forced' if b.forced }}" data-function="{{ j }}" data-bucket="{{ b.bucket }}" aria-pressed="{{ 'true' if b.forced else 'false' }}">
+<span class="top"><b>{{ b.bucket }}</b>{{ " ◆" if b.target }} <span>{{ b.prob|percent }}</span> <small>{{ b.mass|percent }}</small></span>
+<span class="bar f{{ j % 8 }}" style="width:{{ b.wide }}%"></span><span class="bar hatched" style="width:{{ b.mass_wide }}%"></span>
+<span class="members">{{ chips(b.chips, b.more) }}{% if not b.num_tokens %}<small>no token</small>{% endif %}</span></button>
+{% endfor %}</div>
+<p>{% if p.forced is not none %}forced: <b>{{ p.forced }}</b>. {% endif %}Still compatible: <b>{{ p.compatible|count }}</b> token{{ "s" if p.compatible != 1 }}, which hold {{ p.compatible_mass|percent }}.</p>
+{% if p.soft_embedding_norm is not none %}<p>Hands on a vector of norm <b>{{ "%.3f"|format(p.soft_embedding_norm) }}</b>{{ ", the forced row" if p.forced is not none else ", the mixture of its rows" }}. Nearest rows (cosine):</p>
+<ul>{% for n in p.nearest %}<li>{{ n.bucket }} ({{ "%.2f"|format(n.cosine) }}) {{ chips(n.chips) }}</li>{% endfor %}</ul>
+{% else %}<p>The last function hands nothing on.</p>{% endif %}</section>
+{% endfor %}</div>
+""",
+    "probability": """
+{% if forced %}<p class="notice whatif">What if: the numbers below follow the forced buckets.</p>{% endif %}
+{% if valid_mass is not none %}<h3>Where the joint probability lies</h3>
+<div class="stack mass" role="img" aria-label="on signatures of real tokens {{ valid_mass|percent }}, on unassigned signatures {{ (1 - valid_mass)|percent }}"><div class="f0" style="width:{{ 100 * valid_mass }}%"></div><div class="unassigned" style="width:{{ 100 * (1 - valid_mass) }}%"></div></div>
+<p class="legend"><span><span class="key f0"></span> signatures of real tokens (valid mass): <b>{{ valid_mass|percent }}</b></span> <span><span class="key unassigned"></span> signatures that no token has: <b>{{ (1 - valid_mass)|percent }}</b></span></p>{% endif %}
+<h3>The same tokens in every column</h3>
+{% call scroll("Probabilities of the next token") %}
+<table class="prob"><thead><tr><th scope="col">token</th>{% if H %}<th scope="col">signature</th>{% endif %}{% for j in range(H) %}<th scope="col">log p{{ j + 1 }}</th>{% endfor %}{% if H %}<th scope="col">sum</th><th scope="col">joint</th><th scope="col">renormalised (paper, τ = 1)</th>{% endif %}<th scope="col">calibrated{% if H %} (τ = {{ "%.3g"|format(calibration) }}){% endif %}</th><th scope="col">drawn with the sliders</th></tr></thead><tbody>
+{% for r in rows %}<tr data-sum="{{ r.sum }}"><th scope="row"><button type="button" class="chip{{ ' marked' if r.next }}" data-arithmetic="1"><bdi>{{ r.glyph }}</bdi>{{ " ◆" if r.next }}</button></th>
+{% if H %}<td>{{ cells(r.signature) }}</td>{% for x in r.log_p %}<td>{{ "%.2f"|format(x) }}</td>{% endfor %}<td>{{ "%.2f"|format(r.score) if r.score is not none else "–" }}</td><td>{{ "%.2g"|format(r.joint_prob) }}</td><td>{{ r.paper|percent }}</td>{% endif %}<td>{{ r.p|percent }}</td>
+<td class="wide"><div class="bar f1" style="width:{{ 100 * r.drawn }}%"></div>{{ r.drawn|percent if r.drawn else "cut off" }}</td></tr>
+{% endfor %}</tbody></table>
+{% endcall %}
+<p class="arithmetic" aria-live="polite">{{ rows[0].sum or "Point at a row to see its arithmetic." }}</p>
+<p>With temperature {{ settings[0] }}, top-k {{ settings[1] or "off" }}, top-p {{ settings[2] }}: <b>{{ kept|count }}</b> token{{ "s" if kept != 1 }} can be drawn; those not in the table have {{ rest|percent }} together.{% if rows|selectattr("next")|list %} ◆ is the token that comes next in the text.{% endif %}</p>
+""",
+    "generate": """
+<div class="tokens written" role="group" aria-label="The text; choose a generated token to see how it came about">
+{% for r in rows %}{% if r.generated %}<button type="button" data-pick="{{ r.at - 1 }}" class="generated" aria-pressed="{{ 'true' if r.chosen else 'false' }}" style="--p:{{ (100 * (r.p or 0))|round(1) }}%"><bdi>{{ r.glyph }}</bdi><small>{{ r.p|percent }}</small></button>{% else %}<span class="given"><bdi>{{ r.glyph }}</bdi></span>{% endif %}
+{% endfor %}</div>
+{% if started %}<p class="hint">Seed {{ seed }}. The darker a token and the larger its number, the surer the model was (calibrated, before temperature and cuts).</p>{% endif %}
+{% if candidates %}<p>After <span class="chip"><bdi>{{ after }}</bdi></span>, go on from here with another candidate:</p>
+<div class="tokens" role="group" aria-label="Candidates to go on with">{% for c in candidates %}<button type="button" data-candidate="{{ c.id }}"><bdi>{{ c.glyph }}</bdi><small>{{ c.p|percent }}</small></button>
+{% endfor %}</div>{% endif %}
+""",
+    "vocabulary": """
+<h3>Your own tokens</h3>
+{% if words %}{% call scroll("Your own tokens") %}
+<table><thead><tr><th scope="col">token</th><th scope="col">id</th><th scope="col">signature</th><th scope="col">tries</th><th scope="col">parameters added</th></tr></thead><tbody>
+{% for w in words %}<tr><th scope="row"><span class="chip marked"><bdi>{{ w.glyph }}</bdi></span></th><td>{{ w.id }}</td><td>{{ cells(w.signature) }}</td><td>{{ w.tries }}{{ " (" ~ w.taken ~ " taken)" if w.taken }}</td><td>{{ added }}</td></tr>
+{% endfor %}</tbody></table>{% endcall %}
+<p>The model has never read them: each is a new mixture of rows that other tokens taught. They take {{ ids_bytes }} bytes each, for their ids. Now use one in the prompt.</p>
+{% else %}<p>None yet. They will be yours alone: nobody else who uses this page sees them.</p>{% endif %}
+<h3>What a table costs</h3>
+{{ lines(chart) }}
+{% call scroll("Parameters of the table") %}
+<table><thead><tr><th scope="col">table</th>{% for v in columns %}<th scope="col">V = {{ v|count }}</th>{% endfor %}</tr></thead><tbody>
+{% for name, line in series.items() %}<tr><th scope="row">{{ name }}</th>{% for v in columns %}<td>{{ (line|selectattr(0, "equalto", v)|first)[1]|count }}</td>{% endfor %}</tr>{% endfor %}
+</tbody></table>{% endcall %}
+<p>Now: V = {{ V|count }}; this model's table has {{ table|count }} parameters, a V × D one would have {{ standard|count }}. All at this model's width.</p>
+""",
+    "compare": """
+{% if rows %}<p>A: <b>{{ a }}</b>. B: <b>{{ b }}</b>.</p>{% call scroll("Next tokens of A and B") %}
+<table><thead><tr><th scope="col">token</th><th scope="col">A</th><th scope="col">B</th><th scope="col">difference B − A</th><th scope="col">rank A → B</th></tr></thead><tbody>
+{% for r in rows %}<tr><th scope="row"><span class="chip"><bdi>{{ r.glyph }}</bdi></span></th><td>{{ r.p_a|percent if r.p_a is not none else "no such token" }}</td><td>{{ r.p_b|percent if r.p_b is not none else "no such token" }}</td>
+<td>{{ "%+.2f points"|format(100 * r.difference) if r.difference is defined else "–" }}</td><td>{{ r.rank_a or "–" }} → {{ r.rank_b or "–" }}{% if r.up is defined %} {{ "↑" if r.up > 0 else "↓" if r.up < 0 else "=" }}{% endif %}</td></tr>
+{% endfor %}</tbody></table>{% endcall %}
+{% call scroll("Quantities of A and B") %}<table><thead><tr><th scope="col">quantity</th><th scope="col">A</th><th scope="col">B</th><th scope="col">difference</th></tr></thead><tbody>
+{% for q in quantities %}<tr><th scope="row">{{ q.name }}</th>{% for x in (q.a, q.b, q.difference) %}<td>{{ "%.4g"|format(x) if x is not none else "–" }}</td>{% endfor %}</tr>{% endfor %}
+</tbody></table>{% endcall %}{% else %}<p>Type a second prompt or choose a second checkpoint, then compare: both are read at their last token.</p>{% endif %}
+""",
+    "train": """
+{% if off %}<p class="notice">{{ off }}</p>{% else %}
+{% if curve %}{{ lines(curve) }}{% endif %}
+{% call scroll("Both runs") %}<table><thead><tr><th scope="col">model</th><th scope="col">state</th><th scope="col">parameters (table)</th><th scope="col">step</th><th scope="col">loss</th><th scope="col">tok/s</th><th scope="col">held-out perplexity</th><th scope="col">top-1</th><th scope="col">valid mass</th></tr></thead><tbody>
+{% for r in runs %}<tr><th scope="row">{{ r.name }}</th><td>{{ r.state }}</td><td>{{ r.parameters }}</td>{% for key in ("step", "loss", "tokens_per_second", "perplexity", "top1", "valid_mass") %}<td>{{ r[key] or "–" }}</td>{% endfor %}</tr>{% endfor %}
+</tbody></table>{% endcall %}
+{% for r in runs if r.sample %}<h4>{{ r.name }} writes, at step {{ r.sample_step }}</h4><pre tabindex="0"><bdi>{{ r.sample }}</bdi></pre>{% endfor %}
+{% endif %}""",
+    "tour": """
+<p class="step">Step {{ number }} of {{ total }}: <b>{{ title }}</b></p><p>{{ text }}</p>""",
+    "examples": """
+<ul class="examples">{% for label, reason in examples %}<li><button type="button" data-example="{{ loop.index0 }}" class="chip">{{ label }}</button> {{ reason }}</li>
+{% endfor %}</ul>""",
+    "code": """<pre tabindex="0" class="code">{{ text }}</pre>""",
+    "link": """<a href="{{ url }}">Link to what you see</a>""",
+}
+TEMPLATES = {
+    name: JINJA.from_string(
+        MACROS + "{% if absent %}<p class='notice' role='status'>{{ absent }}</p>{% else %}"
+        '<div class="mhf">' + text + "</div>{% endif %}"
+    )
+    for name, text in TEMPLATES.items()
+}
+
+
+def show(name, values):
+    """The HTML of a view."""
+    return TEMPLATES[name].render(values).strip()
+
+
+CSS = """
+.mhf { font-size: 1rem; color: var(--body-text-color); }
+.mhf, .gradio-container { --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7; --c4: #b58900; --c5: #56b4e9;
+  --c6: #7f7f1f; --c7: #882255; }
+.mhf h3 { margin: 1rem 0 .3rem; font-size: 1.15rem; } .mhf h4 { margin: .2rem 0; font-size: 1.05rem; }
+.mhf p { margin: .4rem 0; } .mhf small { font-size: .85em; opacity: 1; color: var(--body-text-color); }
+.mhf table { border: 0 !important; border-collapse: collapse; font-size: .95rem; font-variant-numeric: tabular-nums; margin: .3rem 0; }
+.mhf th, .mhf td { text-align: left; padding: .2rem .6rem; border: 0; border-bottom: 1px solid var(--border-color-primary);
+  white-space: nowrap; vertical-align: middle; color: var(--body-text-color); background: transparent; font-weight: normal; }
+.mhf thead th { font-weight: 600; white-space: normal; vertical-align: bottom; } .mhf td.wide { min-width: 11rem; }
+.mhf tr:hover, .mhf tr.chosen { background: var(--background-fill-secondary); }
+.mhf .scroll { overflow-x: auto; max-width: 100%; }
+.mhf .chip { display: inline-block; font-family: var(--font-mono); border: 1px solid var(--border-color-primary); border-radius: 4px;
+  padding: 0 .35em; margin: 1px; white-space: pre-wrap; overflow-wrap: anywhere; background: var(--background-fill-primary);
+  color: var(--body-text-color); }
+.mhf .chip.marked { border: 2px solid var(--body-text-color); font-weight: 600; }
+.mhf .cell { display: inline-block; font-family: var(--font-mono); border-left: .5em solid var(--c); padding: 0 .4em; margin: 1px 2px;
+  border-radius: 3px; background: var(--background-fill-secondary); }
+.mhf .cell i { font-style: normal; font-size: .7em; vertical-align: super; margin-right: .3em; }
+.mhf .cells { white-space: nowrap; }
+.f0 { --c: var(--c0); } .f1 { --c: var(--c1); } .f2 { --c: var(--c2); } .f3 { --c: var(--c3); } .f4 { --c: var(--c4); }
+.f5 { --c: var(--c5); } .f6 { --c: var(--c6); } .f7 { --c: var(--c7); }
+.mhf .key { display: inline-block; width: .9em; height: .9em; background: var(--c, var(--body-text-color)); border-radius: 2px; vertical-align: -.1em; }
+.mhf .bar { display: block; height: .55em; background: var(--c, var(--body-text-color)); border-radius: 2px; min-width: 1px; margin: 1px 0; }
+.mhf .hatched, .mhf .unassigned { background: repeating-linear-gradient(45deg, var(--body-text-color) 0 1px, transparent 1px 5px); }
+.mhf .stack { display: flex; height: 1.2em; border-radius: 3px; overflow: hidden; gap: 1px; } .mhf .stack div { background: var(--c); height: 100%; }
+.mhf .stack .unassigned { background: repeating-linear-gradient(45deg, var(--body-text-color) 0 1px, transparent 1px 5px); }
+.mhf .stack.mass { height: 1.6em; max-width: 50rem; }
+.mhf .legend span { margin-right: 1em; } .mhf .legend svg { width: 30px; height: 8px; display: inline; }
+.mhf .fact { margin-right: 1em; white-space: nowrap; } .mhf .hint { font-size: .9rem; }
+.mhf .notice, p.notice { border-left: 4px solid var(--c1, #d55e00); padding: .4rem .8rem; background: var(--background-fill-secondary); color: var(--body-text-color); }
+.mhf .tokens { display: flex; flex-wrap: wrap; gap: 4px; max-height: 16rem; overflow-y: auto; padding: 3px; }
+.mhf .tokens button, .mhf .given { display: inline-flex; flex-direction: column; align-items: center; font-family: var(--font-mono); max-width: 100%;
+  border: 1px solid var(--border-color-primary); border-radius: 5px; padding: .15rem .45rem; min-height: 2.2rem; min-width: 1.6rem;
+  background: var(--background-fill-primary); color: var(--body-text-color); cursor: pointer; overflow-wrap: anywhere; }
+.mhf .given { cursor: default; border-style: dotted; justify-content: center; }
+.mhf button[aria-pressed="true"] { outline: 3px solid var(--c0, #0072b2); outline-offset: -1px; font-weight: 700; }
+.mhf button:focus-visible, .mhf .scroll:focus-visible, .mhf pre:focus-visible { outline: 3px solid var(--c1, #d55e00); }
+.mhf button:hover { background: var(--background-fill-secondary); }
+.mhf .generated { border-bottom: .35rem solid color-mix(in srgb, var(--c0) var(--p), var(--border-color-primary)) !important;
+  background: color-mix(in srgb, color-mix(in srgb, var(--c5) 35%, var(--background-fill-primary)) var(--p), var(--background-fill-primary)) !important; }
+.mhf .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(15rem, 100%), 1fr)); gap: .8rem; }
+.mhf .panel { border: 1px solid var(--border-color-primary); border-radius: 6px; padding: .5rem .7rem; min-width: 0; }
+.mhf .bucket { display: block; width: 100%; text-align: left; border: 1px solid transparent; border-radius: 5px; padding: .2rem .3rem; cursor: pointer; color: var(--body-text-color); background: transparent; }
+.mhf .bucket .top { display: flex; justify-content: space-between; gap: .5em; font-variant-numeric: tabular-nums; }
+.mhf .bucket.forced, .mhf .whatif button { border: 2px solid var(--c1); }
+.mhf .whatif button { border-radius: 5px; padding: 0 .5em; background: var(--background-fill-primary); color: var(--body-text-color); cursor: pointer; }
+.mhf .members { font-size: .9em; }
+.mhf .arithmetic { font-family: var(--font-mono); font-size: .9rem; min-height: 3.2em; padding: .4rem .6rem; background: var(--background-fill-secondary); white-space: pre-wrap; }
+.mhf svg { max-width: 46rem; width: 100%; display: block; } .mhf svg text { fill: var(--body-text-color); font-size: 11px; }
+.mhf .grid { stroke: var(--border-color-primary); stroke-width: .5; } .mhf .line { fill: none; stroke-width: 2.5; }
+.mhf .s0 { stroke: var(--c0); } .mhf .s1 { stroke: var(--c1); stroke-dasharray: 8 4; } .mhf .s2 { stroke: var(--c2); stroke-dasharray: 2 3; } .mhf .s3 { stroke: var(--c3); stroke-dasharray: 10 3 2 3; }
+.mhf pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow-y: auto; padding: .5rem; background: var(--background-fill-secondary); color: var(--body-text-color); }
+.mhf ul, .mhf ol { margin: .2rem 0 .2rem 1.3rem; }
+.gradio-container { max-width: 1400px !important; }
+@media (prefers-reduced-motion: reduce) { *, *::before, *::after { animation: none !important; transition: none !important; scroll-behavior: auto !important; } }
+"""
+
+# One listener for a whole view: it outlives what is drawn in it. The events' names are quoted.
+CLICKS = """
+element.addEventListener('click', event => {
+  const button = event.target.closest('button');
+  if (!button) return;
+  const d = button.dataset;
+  if (d.pick !== undefined) trigger('pick', {index: Number(d.pick)});
+  else if (d.bucket !== undefined) trigger('force', {function: Number(d.function), bucket: Number(d.bucket)});
+  else if (d.clear !== undefined) trigger('force', {function: -1, bucket: 0});
+  else if (d.example !== undefined) trigger('example', {index: Number(d.example)});
+  else if (d.candidate !== undefined) trigger('branch', {id: Number(d.candidate)});
+});
+const arithmetic = event => {
+  const row = event.target.closest('[data-sum]'), line = element.querySelector('.arithmetic');
+  if (row && line && row.dataset.sum) line.textContent = row.dataset.sum;
+};
+for (const name of ['mouseover', 'focusin', 'click']) element.addEventListener(name, arithmetic);
+"""
+LINK_JS = """
+watch('value', () => {
+  const link = element.querySelector('a');
+  if (link) history.replaceState(null, '', link.getAttribute('href'));
+});
+"""
+SAVE_JS = """
+watch('value', () => {
+  if (!props.value) return;
+  const a = document.createElement('a');
+  a.href = URL.createObjectURL(new Blob([props.value], {type: 'application/json'}));
+  a.download = 'trace.json';
+  a.click();
+  URL.revokeObjectURL(a.href);
+});
+"""
+
+
+# ---------------------------------------------------------------------------------------------
+# What is said beside the views
+# ---------------------------------------------------------------------------------------------
+
+MATHS = {
+    "signature": r"""A token's bytes are hashed with $H$ seeds: $\mathrm{id}_j = \mathrm{MurmurHash3}(\text{token}, j) \bmod (B-1) + 1$.
+If another token has all $H$ ids already, only the last is hashed again, with seeds $H, H+1, \dots$, until the signature is free.
+$V$ tokens in $B-1$ buckets: a bucket holds $V/(B-1)$ on average, and a pair of tokens shares a given id with probability $1/(B-1)$.""",
+    "gate": r"""The ids name $H$ rows $e_1, \dots, e_H$ of a table of $H \cdot B$ rows. A bottleneck scores each of them,
+$s_j = w_2 \cdot \mathrm{SiLU}(W_1 e_j + b_1) + b_2$; the gate is $\alpha = \mathrm{softmax}(s)$, and the input vector $x = W_s \sum_j \alpha_j e_j + b_s$.""",
+    "cascade": r"""$c_1 = h$, the backbone's state. For $j = 1 \dots H$: $o_j = E_j c_j$ over the $B$ buckets, $p_j = \mathrm{softmax}(o_j)$, the soft embedding
+$e_j = \sum_b p_j[b]\, E_j[b]$, and $c_{j+1} = c_j + W_{up}\,\mathrm{SiLU}(W_{dn}[c_j ; e_j] + b_{dn}) + b_{up}$. Forcing bucket $b$ puts $E_j[b]$ in the place of $e_j$.
+A model that was trained for the sum of the functions only (objective *exact*) may spread each $p_j$ thin: the hatched bars, which only count real tokens, then say more.""",
+    "probability": r"""A token's score is $\sum_j \log p_j[\mathrm{id}_j]$; its exponential is the joint probability of its signature. Most signatures belong to no token: the mass on
+those that do is the *valid mass*, by which the paper divides ($\tau = 1$). Calibrated: $\mathrm{softmax}(\text{score}/\tau)$, with $\tau$ fitted on held-out text.
+A temperature $T$ divides the scores once more. Dividing each function's logits by $T$ instead, with the same soft embeddings, would give the same
+renormalised probabilities, since the functions' log-sum-exps are the same for every token; only joint probability and valid mass would differ.""",
+    "generate": r"""Each token is drawn from $\mathrm{softmax}(\text{score}/(\tau T))$, cut to the top $k$ tokens and then to the fewest with mass $p$. Same seed, same machine, same text.""",
+    "vocabulary": r"""A standard table has $V \cdot D$ parameters and grows with every token; this one has $H \cdot B \cdot D$, for up to $(B-1)^H$ tokens. What grows is the list of ids, $V \cdot H$ integers that nobody trains.""",
+    "compare": r"""Both sides show $\mathrm{softmax}(\text{score}/\tau)$ over their own vocabulary, each with its own $\tau$, and entropies $-\sum p \log_2 p$. Tokens are matched by their bytes.""",
+    "train": r"""The same backbone, data, batches and learning rate; one model reads and predicts signatures, the other has one row for each token. Valid mass is the probability on signatures that real tokens have.""",
+}
+CODE = {  # what the views show is computed here
+    "signature": ("SignatureTable._tries", "SignatureTable._free_signature"),
+    "gate": ("GatedEmbedding",),
+    "cascade": ("predict", "CascadeDecoder"),
+    "probability": (
+        "MultiHashFormer.token_scores",
+        "MultiHashFormer.sum_over_signatures",
+        "MultiHashFormer.mass_on_tokens",
+        "sampling_weights",
+    ),
+    "generate": ("_generate",),
+    "vocabulary": ("MultiHashFormer.expand", "SignatureTable.extend"),
+}
+TOUR = [  # title, text, view, prompt or None
+    (
+        "A prompt becomes tokens",
+        "The tokenizer cuts the text into pieces; each has a number. Spaces and line ends are drawn as signs. Choose a token: every view follows.",
+        "signature",
+        "**ROMEO**  \nBut, soft! what light through yonder",
+    ),
+    (
+        "A token is a signature",
+        "Its bytes, hashed with different seeds, give one id for each function. No two tokens have the same ids, though single buckets are shared.",
+        "signature",
+        None,
+    ),
+    (
+        "Sharing a bucket is normal",
+        "The table has far fewer rows than tokens times functions. The tokens in a bucket share its row; only together do the ids tell tokens apart.",
+        "signature",
+        None,
+    ),
+    (
+        "The gate weighs the rows",
+        "A small network scores each row, and a softmax turns scores into weights. The check below the table adds the rows up again.",
+        "gate",
+        None,
+    ),
+    (
+        "Even a rare symbol works",
+        "An emoji is a few byte tokens here, and every byte has a signature, too: nothing is ever unknown.",
+        "gate",
+        "**JULIET**  \nO 😀",
+    ),
+    (
+        "The cascade predicts id after id",
+        "The first function's distribution becomes a mixture of rows, the soft embedding, which the next function sees. Watch how few tokens stay compatible.",
+        "cascade",
+        "**HAMLET**  \nTo be, or not to be, that is the",
+    ),
+    (
+        "What if?",
+        "Choose a bucket of function 1: its row takes the mixture's place, and the later functions and the result follow.",
+        "cascade",
+        None,
+    ),
+    (
+        "From H numbers to one probability",
+        "Log probabilities add up. Most signatures belong to nobody, so the sum is renormalised over real tokens, then calibrated. Move the sliders: the model does not run again.",
+        "probability",
+        None,
+    ),
+    (
+        "Writing",
+        "Generate some tokens, then choose one of them: the other views go to the step at which it was drawn. Or go on with another candidate.",
+        "generate",
+        None,
+    ),
+    (
+        "A new word costs nothing",
+        "Add a word in any script. It gets a free signature and adds 0 parameters; a standard model needs a new row for each.",
+        "vocabulary",
+        None,
+    ),
+]
+TABS = {
+    "signature": "Signature",
+    "gate": "Gate",
+    "cascade": "Cascade",
+    "probability": "Probability",
+    "generate": "Generate",
+    "vocabulary": "Vocabulary",
+    "compare": "Compare",
+    "train": "Train",
+}
+
+
+def examples(checkpoint):
+    """[(label, prompt, reason)]: fixed ones, and those that this checkpoint's own tokens give."""
+    if checkpoint.tokenizer is None:
+        return [("token ids", "1 2 3", "this checkpoint has no tokenizer of this project")]
+    found = [
+        ("Romeo", TOUR[0][3], "a line that the model has read: watch how sure it is"),
+        ("Hamlet", TOUR[5][3], "after a name and two spaces the play goes on"),
+        ("modern", "The computer is", "words that Shakespeare did not have fall into pieces"),
+        ("emoji", "O 😀", "bytes are tokens, too: nothing is unknown"),
+        ("right to left", "سلام", "Arabic, byte by byte, drawn in its own direction"),
+        ("new line", "**ROMEO**  \n", "blanks and line ends are tokens; see the signs"),
+    ]
+    if pair := checkpoint.facts.get("close_pair"):
+        one, two = (checkpoint.names[i] for i in pair)
+        if one and two and (text := (one + two).decode("utf-8", "ignore")):
+            found.append(("two alike", text, "two tokens that share all ids but one"))
+    if (taken := checkpoint.facts.get("rehash")) and taken["own"]:
+        text = bytes(taken["token"]["bytes"]).decode("utf-8", "ignore")
+        if text:
+            found.append(("re-hashed", text, "its first signature was taken"))
+    return found
+
+
+def source(name):
+    """The source of the parts of mhf.py behind a view, as it stands in the file."""
+    parts = []
+    for path in CODE.get(name, ()):
+        try:
+            found = functools.reduce(getattr, path.split("."), mhf)
+            parts.append(f"# mhf.{path}\n" + inspect.cleandoc("\n" + inspect.getsource(found)))
+        except (AttributeError, OSError, TypeError):
+            parts.append(f"# mhf.{path}: not in this mhf.py")
+    return "\n\n".join(parts)
+
+
+# ---------------------------------------------------------------------------------------------
+# Training in class: train.py itself, twice, watched through its log
+# ---------------------------------------------------------------------------------------------
+
+CLASS_FLAGS = (
+    "--data pydocs --tokenizer bpe:1024 --preset tiny --hidden_size 64 --num_hidden_layers 2 "
+    "--num_buckets 256 --bottle_neck_dim 32 --intermediate_size 192 --max_position_embeddings 64 "
+    "--tokens_per_step 1024 --threads 1 --eval_every 50 --device cpu"
+).split()
+
+
+class Classroom:
+    """A tiny MultiHashFormer and a standard model as large, trained by train.py side by side."""
+
+    def __init__(self, out):
+        self.out, self.runs, self.processes, self.lock = Path(out), {}, {}, threading.Lock()
+        atexit.register(self.stop)
+
+    def start(self, steps):
+        with self.lock:
+            if self.busy():
+                raise ValueError("a training is running already; stop it first")
+            stamp = time.strftime("%m%d-%H%M%S")
+            self.runs = {kind: f"class-{stamp}-{kind}" for kind in ("mhf", "standard")}
+            for kind, name in self.runs.items():
+                flags = [*CLASS_FLAGS, "--steps", str(int(steps)), "--model", kind]
+                self._launch(kind, [*flags, "--out", str(self.out), "--name", name])
+
+    def resume(self):
+        with self.lock:
+            if self.busy():
+                raise ValueError("a training is running already; stop it first")
+            if not self.runs:
+                raise ValueError("there is no training to go on with; start one")
+            for kind, name in self.runs.items():
+                self._launch(kind, ["--resume", str(self.out / name)])
+
+    def _launch(self, kind, flags):
+        log = tempfile.TemporaryFile()
+        self.processes[kind] = subprocess.Popen(
+            [sys.executable, str(HERE / "train.py"), *flags], stdout=log, stderr=log
+        )
+        self.processes[kind].log = log
+
+    def busy(self):
+        return any(process.poll() is None for process in self.processes.values())
+
+    def stop(self):
+        """As Ctrl-C does: the step is finished and saved."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+        for process in self.processes.values():
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def status(self):
+        """[{name, state, parameters, step, loss, …, sample, curve}] of both runs, from their logs."""
+        return [self._status(kind, self.out / name) for kind, name in self.runs.items()]
+
+    def _status(self, kind, run):
+        found, code = {"name": kind, "state": "starting", "parameters": "–", "curve": []}, None
+        if process := self.processes.get(kind):
+            code = process.poll()
+        try:
+            sizes = json.loads((run / "run.json").read_text(encoding="utf-8"))["parameters"]
+            found["parameters"] = (
+                f"{sum(sizes[k] for k in ('table', 'embedding', 'blocks', 'decoder')):,} ({sizes['table']:,})"
+            )
+            rows = list(csv.DictReader(io.StringIO((run / "log.csv").read_text(encoding="utf-8"))))
+            parts = (run / "samples.txt").read_text(encoding="utf-8").split("--- step ")
+        except (OSError, ValueError, KeyError):
+            rows, parts = [], [""]
+        for row in rows:
+            found |= {key: value for key, value in row.items() if value}
+        steps = [row for row in rows if row.get("loss")]
+        found["curve"] = [
+            (int(r["step"]), float(r["loss"])) for r in steps[:: len(steps) // 200 + 1]
+        ]
+        if len(parts) > 1:
+            found["sample_step"], _, found["sample"] = parts[-1].partition("\n")
+        if code is None and rows:
+            found["state"] = "training"
+        elif code is not None:
+            found["state"] = {0: "finished", 130: "stopped"}.get(
+                code, f"failed: {self._last(kind)}"
+            )
+        return found
+
+    def _last(self, kind):
+        log = self.processes[kind].log
+        log.seek(0)
+        return (log.read().decode("utf-8", "replace").strip() or "no message").splitlines()[-1]
+
+
+def view_train(status):
+    """View 8: both runs' losses and numbers."""
+    names = {"mhf": "MultiHashFormer", "standard": "standard, V × D"}
+    runs = [run | {"name": names[run["name"]]} for run in status]
+    series = {run["name"]: run["curve"] for run in runs if run["curve"]}
+    for run in runs:
+        for key in ("loss", "perplexity", "top1", "valid_mass", "tokens_per_second"):
+            if run.get(key):
+                run[key] = f"{float(run[key]):.4g}"
+    return {"runs": runs, "curve": chart(series, "step", "training loss")}
+
+
+# ---------------------------------------------------------------------------------------------
+# The page
+# ---------------------------------------------------------------------------------------------
+
+
+def permalink(session, temperature, top_k, top_p):
+    """The query string of what is seen: parts that are as at the start are left out."""
+    parts = [("prompt", session["prompt"]), ("tab", session["tab"])]
+    if session["checkpoint"] != session["default"]:
+        parts.append(("checkpoint", session["checkpoint"]))
+    if session["position"] != len(session["ids"]) - 1:
+        parts.append(("position", session["position"]))
+    parts += [("force", f"{j}:{bucket}") for j, bucket in session["force"].items()]
+    parts += [("word", word) for word in session["words"]]
+    if session["start"] is not None:
+        parts += [("ids", ",".join(map(str, session["ids"]))), ("start", session["start"])]
+        parts.append(("seed", session["seed"]))
+    values = dict(zip(SLIDERS, (temperature, top_k, top_p), strict=True))
+    parts += [(name, f"{v:g}") for name, v in values.items() if v != SLIDERS[name][0]]
+    return "?" + urllib.parse.urlencode(parts)
+
+
+def from_link(lab, session, query):
+    """(session, slider values) of a query string's {name: [values]}; what is wrong is left out."""
+    wrong, values = [], [default for default, _, _ in SLIDERS.values()]
+
+    def whole(name, low, high):
+        text = (query.get(name) or [""])[0]
+        if not text:
+            return None
+        if not re.fullmatch(r"-?\d{1,19}", text) or not low <= int(text) <= high:
+            wrong.append(name)
+            return None
+        return int(text)
+
+    for k, (name, (default, low, high)) in enumerate(SLIDERS.items()):
+        try:
+            value = float((query.get(name) or [default])[0])
+            if not low <= value <= high:
+                raise ValueError
+            values[k] = int(value) if name == "top_k" else value
+        except ValueError:
+            wrong.append(name)
+    if name := (query.get("checkpoint") or [""])[0]:
+        session = session | {"checkpoint": name} if name in lab.paths() else session
+        wrong += ["checkpoint"] * (name not in lab.paths())
+    if (tab := (query.get("tab") or ["signature"])[0]) in TABS:
+        session = session | {"tab": tab}
+    prompt = (query.get("prompt") or [examples(lab.get(session["checkpoint"]))[0][1]])[0]
+    try:
+        if words := query.get("word"):
+            session = add_words(lab, session | {"prompt": prompt}, "\n".join(words), space=False)
+        session = open_prompt(lab, session, prompt)
+    except ValueError:
+        wrong.append("word" if query.get("word") else "prompt")
+        session = open_prompt(
+            lab, session | {"words": []}, examples(lab.get(session["checkpoint"]))[0][1]
+        )
+    V, changes = len(current(lab, session).names), {}
+    if ids := (query.get("ids") or [""])[0]:
+        ids = [int(i) for i in ids.split(",") if re.fullmatch(r"\d{1,9}", i) and int(i) < V]
+        start = whole("start", 1, max(1, len(ids) - 1))
+        if start and len(ids) <= current(lab, session).facts["window"]:
+            changes = {"ids": ids, "start": start, "seed": whole("seed", 0, 2**63 - 1) or 0}
+            changes["log_probs"] = lab.log_probs(current(lab, session), ids, start)
+        else:
+            wrong.append("ids")
+    size = len(changes.get("ids", session["ids"]))
+    changes["position"] = whole("position", 0, size - 1)
+    if changes["position"] is None:
+        changes["position"] = size - 1
+    pairs = [re.fullmatch(r"(\d{1,3}):(\d{1,9})", pair) for pair in query.get("force") or ()]
+    changes["force"] = {pair[1]: int(pair[2]) for pair in pairs if pair}
+    try:
+        session = trace_again(lab, session, **changes)
+    except ValueError:
+        wrong.append("force")
+        session = trace_again(lab, session, **changes | {"force": {}})
+    if wrong:
+        said = f"The link's {', '.join(sorted(set(wrong)))} could not be used and was left out."
+        session = session | {"notice": said}
+    return session, values
+
+
+def draw(lab, session, temperature, top_k, top_p):
+    """The session and the HTML of all views, in the order of the page's outputs."""
+    checkpoint, trace = current(lab, session), session["trace"]
+    return [
+        session,
+        show("tokens", view_tokens(session)),
+        show("signature", view_signature(trace, checkpoint.facts)),
+        show("gate", view_gate(trace)),
+        show("cascade", view_cascade(trace)),
+        show("probability", view_probability(trace, temperature, top_k, top_p)),
+        show("generate", view_generate(session, checkpoint.names)),
+        show("vocabulary", view_vocabulary(session, checkpoint)),
+        show("link", {"url": permalink(session, temperature, top_k, top_p)}),
+    ]
+
+
+def inspect_prompt(lab, prompt, position=-1, top_k=TOP, force=None, checkpoint=""):
+    """What the JSON endpoint answers: mhf.explain's dict of a prompt, and its token ids."""
+    for name, value in (("position", position), ("top_k", top_k)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
+            raise ValueError(f"{name} must be a whole number, not {value!r}")
+    if not 1 <= top_k <= 100:
+        raise ValueError(f"top_k must be from 1 to 100, not {top_k:g}")
+    if not isinstance(prompt, str):
+        raise ValueError(f"prompt must be text, not {prompt!r}")
+    try:
+        force = {int(j): int(bucket) for j, bucket in (force or {}).items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"force must be {{function: bucket}}, not {force!r}") from None
+    found = lab.get(checkpoint or next(iter(lab.paths())))
+    ids = lab.encode(found, [], prompt)
+    if len(ids) > (window := found.facts["window"]):
+        raise ValueError(f"the prompt has {len(ids)} tokens, the context only {window}")
+    trace = lab.trace(found, ids, int(position), force, int(top_k))
+    return {k: v for k, v in trace.items() if k != "scores"} | {"ids": ids}
+
+
+DRAWN = "tokens signature gate cascade probability generate vocabulary link".split()
+PUBLIC = {"api_visibility": "public"}
+
+
+def refusing_plainly(work):
+    """For the endpoint: a mistake is the sentence itself."""
+
+    @functools.wraps(work)
+    def once(*args):
+        try:
+            return work(*args)
+        except ValueError as error:
+            raise gr.Error(str(error), print_exception=False) from None
+
+    return once
+
+
+def refusing(work):
+    """A mistake is one sentence on the page. It may hold a user's text: shown as text, not HTML."""
+
+    def refuse(error):
+        text = str(error).replace("&", "&amp;").replace("<", "&lt;")
+        return gr.Error(text, title="Not done", print_exception=False)
+
+    @functools.wraps(work)
+    def once(*args):
+        try:
+            return work(*args)
+        except ValueError as error:
+            raise refuse(error) from None
+
+    @functools.wraps(work)
+    def stream(*args):
+        try:
+            yield from work(*args)
+        except ValueError as error:
+            raise refuse(error) from None
+
+    return stream if inspect.isgeneratorfunction(work) else once
+
+
+def html(name, value, events=CLICKS):
+    return gr.HTML(value, elem_id=name, js_on_load=events)
+
+
+def sliders():
+    """temperature, top-k, top-p, within the limits that the server enforces, too."""
+    made = []
+    with gr.Row():
+        for name, (value, low, high) in SLIDERS.items():
+            step = 1 if name == "top_k" else 0.01
+            label = name.replace("_", "-") + (" (0: all tokens)" if name == "top_k" else "")
+            made.append(gr.Slider(low, high, value, step=step, label=label, min_width=200))
+    return made
+
+
+class Page:
+    """The page: what it shows at the start, and what each event does.
+
+    Every handler gets the session and the three sliders first, and gives what `draw` gives.
+    """
+
+    def __init__(self, lab, classroom=None, why_no_class=""):
+        if not lab.paths():
+            raise ValueError(
+                "there is no checkpoint: run `python train.py`, or name one: --checkpoint"
+            )
+        self.lab, self.classroom, self.why = lab, classroom, why_no_class
+        self.default = next(iter(lab.paths()))
+        self.fresh = FRESH | {"checkpoint": self.default, "default": self.default}
+        start = examples(lab.get(self.default))[0][1]
+        self.begin = open_prompt(lab, self.fresh, start)
+        first = draw(lab, self.begin, *(value for value, _, _ in SLIDERS.values()))
+        self.first = dict(zip(("session", *DRAWN), first, strict=True))
+        self.places = {}
+        with gr.Blocks(title="MultiHashFormer", analytics_enabled=False) as self.demo:
+            self.session, self.step = gr.State(self.begin), gr.State(0)
+            self.head(start)
+            with gr.Tabs(selected="signature", elem_id="views") as self.tabs:
+                for name, title in TABS.items():
+                    with gr.Tab(title, id=name, render_children=True) as tab:
+                        self.tab(name, tab)
+            with gr.Row():
+                self.views["link"] = html("link", self.first["link"], LINK_JS)
+                self.export = gr.Button("Export as JSON", size="sm", elem_id="export")
+            self.saved = gr.HTML("", html_template="<span></span>", js_on_load=SAVE_JS)
+            self.wire()
+
+    # What the page shows
+
+    def head(self, start):
+        gr.Markdown(
+            "# See a token become a signature, and a signature become a token\n"
+            "MultiHashFormer is a language model without a vocabulary-sized embedding. Everything "
+            "below is computed by the model you choose, on this machine."
+        )
+        with gr.Accordion("Guided tour", open=True):
+            self.tour = html("tour", self.tour_html(0))
+            with gr.Row():
+                self.back = gr.Button("Back", size="sm", elem_id="tour-back")
+                self.forth = gr.Button("Next", size="sm", elem_id="tour-next")
+        with gr.Row():
+            self.prompt = gr.Textbox(
+                start,
+                label="Prompt",
+                lines=2,
+                max_lines=6,
+                scale=4,
+                min_width=250,
+                elem_id="prompt",
+            )
+            with gr.Column(scale=1, min_width=200):
+                self.choice = self.checkpoints("Checkpoint", "checkpoint")
+                self.look = gr.Button("Look inside", variant="primary", elem_id="look")
+        with gr.Accordion("Examples", open=False):
+            self.examples = html("examples", self.examples_html(self.begin))
+        self.views = {"tokens": html("tokens", self.first["tokens"])}
+
+    def checkpoints(self, label, name):
+        return gr.Dropdown(list(self.lab.paths()), value=self.default, label=label, elem_id=name)
+
+    def tab(self, name, tab):
+        getattr(self, f"controls_{name}", lambda: None)()
+        at_start = {"compare": show("compare", {}), "train": show("train", self.training())}
+        self.views[name] = html(name, (self.first | at_start)[name])
+        with gr.Accordion("The maths", open=False):
+            gr.Markdown(
+                MATHS[name], latex_delimiters=[{"left": "$", "right": "$", "display": False}]
+            )
+        if name in CODE:
+            with gr.Accordion("The code", open=False):
+                gr.HTML(show("code", {"text": source(name)}))
+        self.places[name] = tab
+
+    def controls_probability(self):
+        self.cuts = sliders()
+
+    def controls_generate(self):
+        self.mirrored = sliders()
+        with gr.Row():
+            self.many = gr.Slider(1, MAX_TOKENS, 40, step=1, label="tokens", min_width=200)
+            self.seed = gr.Number(0, label="seed", precision=0, min_width=120)
+        with gr.Row():
+            self.go = gr.Button("Generate", variant="primary", elem_id="go")
+            self.stop = gr.Button("Stop", variant="stop", elem_id="stop")
+
+    def controls_vocabulary(self):
+        with gr.Row():
+            label = "New tokens, one a line, in any script"
+            self.words = gr.Textbox(label=label, lines=2, scale=3, min_width=250, elem_id="words")
+            with gr.Column(scale=1, min_width=200):
+                self.space = gr.Checkbox(True, label="with a space in front, as inside a sentence")
+                self.add = gr.Button("Add", variant="primary", elem_id="add")
+                self.forget = gr.Button("Forget mine", elem_id="forget")
+
+    def controls_compare(self):
+        with gr.Row():
+            label = "Second prompt (empty: the same)"
+            self.other_prompt = gr.Textbox(
+                label=label, lines=2, scale=3, min_width=250, elem_id="other-prompt"
+            )
+            with gr.Column(scale=1, min_width=200):
+                self.other = self.checkpoints("Second checkpoint", "other-checkpoint")
+                self.against = gr.Button("Compare", variant="primary", elem_id="against")
+
+    def controls_train(self):
+        if self.classroom:
+            with gr.Row():
+                self.length = gr.Slider(50, 2000, 300, step=50, label="steps", min_width=200)
+                self.fit = gr.Button("Train both", variant="primary", elem_id="fit")
+                self.halt = gr.Button("Stop", variant="stop", elem_id="fit-stop")
+                self.further = gr.Button("Continue", elem_id="fit-on")
+
+    def tour_html(self, step):
+        title, text, _, _ = TOUR[step]
+        return show("tour", {"number": step + 1, "total": len(TOUR), "title": title, "text": text})
+
+    def examples_html(self, session):
+        found = examples(self.lab.get(session["checkpoint"]))
+        return show("examples", {"examples": [(label, reason) for label, _, reason in found]})
+
+    def training(self):
+        if self.classroom is None:
+            return {"off": self.why}
+        return view_train(self.classroom.status())
+
+    # What happens
+
+    def wire(self):
+        """Every event: all that runs a model waits in one queue, the rest is answered at once."""
+        everything = [self.session, *(self.views[name] for name in DRAWN)]
+        with_prompt, given = [*everything, self.prompt], [self.session, *self.cuts]
+        model = dict(api_visibility="private", concurrency_id="model", concurrency_limit=1)
+        light = dict(api_visibility="private", queue=False, show_progress="hidden")
+
+        def on(event, work, inputs=(), outputs=everything, **how):
+            how = model | {"show_progress": "minimal"} | how
+            return event(refusing(work), [*given, *inputs], outputs, **how)
+
+        views, page = self.views, [*with_prompt, self.choice, self.other, self.examples]
+        on(self.demo.load, self.on_load, (), [*page, *self.cuts, *self.mirrored, self.tabs])
+        for event in (self.look.click, self.prompt.submit):
+            on(event, self.on_look, [self.prompt], show_progress="full")
+        on(self.choice.input, self.on_checkpoint, [self.choice], [*with_prompt, self.examples])
+        on(self.examples.example, self.on_example, (), with_prompt)
+        for button, by in ((self.back, -1), (self.forth, 1)):
+            work = functools.partial(self.on_tour, by)
+            on(button.click, work, [self.step], [*with_prompt, self.step, self.tour, self.tabs])
+        for name in ("tokens", "generate"):
+            on(views[name].pick, self.on_pick)
+        on(views["cascade"].force, self.on_force)
+        runs = [
+            on(self.go.click, self.on_generate, [self.many, self.seed]),
+            on(views["generate"].branch, self.on_branch, [self.many, self.seed]),
+        ]
+        on(self.stop.click, self.on_stop, cancels=runs)
+        on(self.add.click, self.on_add, [self.words, self.space], [*everything, self.words])
+        on(self.forget.click, self.on_forget)
+        on(self.against.click, self.on_compare, [self.other_prompt, self.other], views["compare"])
+        for own, twin in zip(self.cuts, self.mirrored, strict=True):
+            own.input(None, own, twin, js="x => x", api_visibility="private")
+            twin.input(None, twin, own, js="x => x", api_visibility="private")
+            slide = dict(inputs=given, outputs=[views["probability"], views["link"]])
+            own.change(refusing(self.on_slide), **slide, **light, trigger_mode="always_last")
+        for name, tab in self.places.items():
+            work = functools.partial(self.on_tab, name)
+            tab.select(work, given, [self.session, views["link"]], **light)
+        self.export.click(self.on_export, self.session, self.saved, **light)
+        for choice in (self.choice, self.other):
+            choice.focus(lambda: gr.Dropdown(choices=list(self.lab.paths())), None, choice, **light)
+        gr.api(refusing_plainly(self.api_inspect), api_name="inspect", **model | PUBLIC)
+        self.wire_training(light)
+
+    def wire_training(self, light):
+        if self.classroom is None:
+            return
+        timer, view = gr.Timer(1.0, active=False), self.views["train"]
+        for button, work, inputs in (
+            (self.fit, self.on_fit, self.length),
+            (self.halt, self.on_halt, None),
+            (self.further, self.on_further, None),
+        ):
+            button.click(refusing(work), inputs, [view, timer], **light)
+        timer.tick(self.on_tick, None, [view, timer], **light)
+
+    def drawn(self, session, cuts):
+        return draw(self.lab, session, *cuts)
+
+    def on_load(self, request: gr.Request, session, *cuts):
+        query = urllib.parse.parse_qs(str(request.query_params), max_num_fields=100)
+        session, values = from_link(self.lab, self.fresh, query)
+        choices = [gr.Dropdown(choices=list(self.lab.paths()), value=session["checkpoint"])] * 2
+        start = [session["prompt"], *choices, self.examples_html(session)]
+        return [
+            *self.drawn(session, values),
+            *start,
+            *values,
+            *values,
+            gr.Tabs(selected=session["tab"]),
+        ]
+
+    def on_look(self, session, *args):
+        *cuts, prompt = args
+        return self.drawn(open_prompt(self.lab, session, prompt), cuts)
+
+    def on_checkpoint(self, session, *args):
+        """Another model reads the same prompt; words belong to the checkpoint they were added to."""
+        *cuts, name = args
+        lab, session = self.lab, session | {"checkpoint": name, "words": []}
+        try:
+            session = open_prompt(lab, session, session["prompt"])
+        except ValueError:  # a checkpoint that takes token ids, or back from one
+            session = open_prompt(lab, session, examples(lab.get(name))[0][1])
+        return [*self.drawn(session, cuts), session["prompt"], self.examples_html(session)]
+
+    def on_example(self, event: gr.EventData, session, *cuts):
+        found = examples(self.lab.get(session["checkpoint"]))
+        prompt = found[int(event.index) % len(found)][1]
+        return [*self.drawn(open_prompt(self.lab, session, prompt), cuts), prompt]
+
+    def on_tour(self, by, session, *args):
+        *cuts, step = args
+        step = max(0, min(len(TOUR) - 1, step + by))
+        _, _, tab, prompt = TOUR[step]
+        session = session | {"tab": tab}
+        if prompt and current(self.lab, session).tokenizer:
+            session = open_prompt(self.lab, session, prompt)
+        drawn = self.drawn(session, cuts)
+        return [*drawn, session["prompt"], step, self.tour_html(step), gr.Tabs(selected=tab)]
+
+    def on_pick(self, event: gr.EventData, session, *cuts):
+        at = max(0, min(len(session["ids"]) - 1, int(event.index)))
+        return self.drawn(trace_again(self.lab, session, position=at, force={}), cuts)
+
+    def on_force(self, event: gr.EventData, session, *cuts):
+        """Force a bucket, or let go of it if it is forced; function −1 lets go of all."""
+        j, bucket, force = str(int(event.function)), int(event.bucket), dict(session["force"])
+        if j == "-1":
+            force = {}
+        elif force.get(j) == bucket:
+            del force[j]
+        else:
+            force[j] = bucket
+        return self.drawn(trace_again(self.lab, session, force=force), cuts)
+
+    def on_generate(self, session, *args, ids=None, start=None):
+        temperature, top_k, top_p, many, seed = args
+        steps = generate(self.lab, session, many, temperature, top_k, top_p, seed or 0, ids, start)
+        names = current(self.lab, session).names
+        for session in steps:
+            if session["trace"] is not None:
+                yield self.drawn(session, args[:3])
+                continue
+            skip = dict.fromkeys(DRAWN, gr.skip())
+            skip["generate"] = show("generate", view_generate(session, names))
+            yield [session, *skip.values()]
+
+    def on_branch(self, event: gr.EventData, session, *args):
+        """From the chosen step on, with another candidate."""
+        candidate, at = int(event.id), session["position"]
+        if not 0 <= candidate < len(current(self.lab, session).names):
+            raise ValueError(f"there is no token {candidate}")
+        start = at + 1 if session["start"] is None else min(session["start"], at + 1)
+        log_p = {e["id"]: e["log_prob"] for e in session["trace"]["top_tokens"]}.get(candidate)
+        log_probs = {i: p for i, p in session["log_probs"].items() if i <= at} | {at + 1: log_p}
+        ids = [*session["ids"][: at + 1], candidate]
+        yield from self.on_generate(session | {"log_probs": log_probs}, *args, ids=ids, start=start)
+
+    def on_stop(self, session, *cuts):
+        position = (
+            max(0, len(session["ids"]) - 2) if session["trace"] is None else session["position"]
+        )
+        return self.drawn(trace_again(self.lab, session, position=position), cuts)
+
+    def on_slide(self, session, *cuts):
+        if session["trace"] is None:
+            return gr.skip(), gr.skip()
+        link = show("link", {"url": permalink(session, *cuts)})
+        return show("probability", view_probability(session["trace"], *cuts)), link
+
+    def on_tab(self, name, session, *cuts):
+        session = session | {"tab": name}
+        return session, show("link", {"url": permalink(session, *cuts)})
+
+    def on_add(self, session, *args):
+        *cuts, words, space = args
+        return [*self.drawn(add_words(self.lab, session, words, space), cuts), ""]
+
+    def on_forget(self, session, *cuts):
+        session = open_prompt(self.lab, session | {"words": []}, session["prompt"])
+        return self.drawn(session, cuts)
+
+    def on_compare(self, session, *args):
+        *_, prompt, name = args
+        lab, ids = self.lab, session["ids"]
+        one = current(lab, session)
+        two = one if name == session["checkpoint"] else lab.get(name)
+        other = ids if two is one else lab.encode(two, [], session["prompt"])
+        if prompt:
+            other = lab.encode(two, session["words"] if two is one else [], prompt)
+        a, b = lab.trace(one, ids), lab.trace(two, other[-two.facts["window"] :])
+        labels = [
+            f"{where.name}, after {''.join(glyph(t) for t in trace['tokens'])[-60:]}"
+            for where, trace in ((one, a), (two, b))
+        ]
+        return show("compare", view_compare(a, b, one.names, two.names, *labels))
+
+    def on_export(self, session):
+        kept = {k: v for k, v in session.items() if k not in ("default", "notice")}
+        text = json.dumps({"schema": 1, "exported": time.time()} | kept, ensure_ascii=False)
+        return text.replace("<", "\\u003c")
+
+    def api_inspect(
+        self,
+        prompt: str,
+        position: int = -1,
+        top_k: int = TOP,
+        force: dict = None,
+        checkpoint: str = "",
+    ) -> dict:
+        """All that happens at one position of a prompt, as mhf.explain tells it, and `ids`.
+
+        force: {function, counted from 0: bucket}; checkpoint: one of the page's, "" for its first.
+        """
+        return inspect_prompt(self.lab, prompt, position, top_k, force, checkpoint)
+
+    def on_fit(self, steps):
+        self.classroom.start(steps)
+        return self.on_tick()[0], gr.Timer(active=True)
+
+    def on_halt(self):
+        self.classroom.stop()
+        return self.on_tick()
+
+    def on_further(self):
+        self.classroom.resume()
+        return self.on_tick()[0], gr.Timer(active=True)
+
+    def on_tick(self):
+        return show("train", self.training()), gr.Timer(active=self.classroom.busy())
+
+
+# ---------------------------------------------------------------------------------------------
+# The server
+# ---------------------------------------------------------------------------------------------
+
+THEME = dict(
+    button_primary_background_fill="*primary_700",
+    button_primary_background_fill_hover="*primary_800",
+    button_primary_background_fill_dark="*primary_700",
+    button_cancel_background_fill="#b91c1c",
+    button_cancel_background_fill_hover="#991b1b",
+    button_cancel_text_color="white",
+    button_cancel_background_fill_dark="#b91c1c",
+    body_text_color_subdued="*neutral_600",
+    block_info_text_color="*neutral_600",
+)
+
+
+def parse_arguments(argv):
+    parser = argparse.ArgumentParser("demo_app.py", description=__doc__.splitlines()[0])
+    parser.add_argument("--checkpoint", help="folder, run or hub name (default: the shipped one)")
+    parser.add_argument("--out", default="runs", help="runs that may be chosen (default runs)")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address (default 127.0.0.1: this machine)"
+    )
+    parser.add_argument("--port", type=int, help="port (default: the next free one from 7860 on)")
+    parser.add_argument("--share", action="store_true", help="a public link, by Gradio's servers")
+    parser.add_argument("--selftest", action="store_true", help="answer one request, then end")
+    args = parser.parse_args(argv)
+    if args.port is not None and not 0 < args.port < 65536:
+        parser.error(f"--port must be from 1 to 65535, not {args.port}")
+    return args
+
+
+def free_port(host, port):
+    """The port if it is free, or the next free one from 7860 on; ValueError if there is none."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for candidate in [port] if port else range(7860, 8060):
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, candidate))
+                return candidate
+            except OSError as error:
+                reason = error.strerror or error
+    tried = f"--port {port}" if port else "every port from 7860 to 8059"
+    raise ValueError(f"{tried} on {host} cannot be used ({reason}); choose another with --port")
+
+
+def serve(args):
+    """The running page: (Page, address). Nothing is sent off this machine but by --share."""
+    around = ",".join(filter(None, [os.environ.get("NO_PROXY"), *LOOPBACK]))
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = around  # Gradio calls itself at its start
+    private = tempfile.mkdtemp(prefix="mhf-demo-")  # not /tmp/gradio, which may be another user's
+    os.environ["GRADIO_TEMP_DIR"] = private
+    atexit.register(shutil.rmtree, private, ignore_errors=True)
+    local = args.host in LOOPBACK and not args.share
+    classroom = Classroom(args.out) if local else None
+    why = (
+        "Training is only offered where the page is bound to this machine alone (--host 127.0.0.1)."
+    )
+    port = free_port(args.host, args.port)
+    page = Page(Lab(args.checkpoint, args.out), classroom, why)
+    theme = gr.themes.Default(primary_hue="blue").set(**THEME)
+    page.demo.queue(max_size=128, default_concurrency_limit=1).launch(
+        server_name=args.host, server_port=port, share=args.share, theme=theme, css=CSS,
+        run_history=False, enable_monitoring=False, footer_links=["api", "settings"],
+        max_file_size="1mb", ssr_mode=False, pwa=False, show_error=False, quiet=True,
+        prevent_thread_lock=True,
+    )  # fmt: skip
+    return page, f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{port}"
+
+
+def selftest(address):
+    """One request through the JSON endpoint, as a notebook makes it."""
+    from gradio_client import Client
+
+    trace = Client(address, verbose=False).predict("O Romeo", api_name="/inspect")
+    token = trace["top_tokens"][0]
+    print(
+        f"selftest: after 'O Romeo' most probably {glyph(token)}, {percent(math.exp(token['log_prob']))}"
+    )
+
+
+def main(argv=None):
+    """The exit status: 0, or 2 for a mistake in the call."""
+    args = parse_arguments(argv)
+    try:
+        page, address = serve(args)
+    except ValueError as error:
+        print(f"demo_app.py: error: {error}", file=sys.stderr)
+        return 2
+    print(f"{page.default} at {address}", page.demo.share_url or "", "(Ctrl-C ends it)", flush=True)
+    try:
+        if args.selftest:
+            selftest(address)
+        else:
+            page.demo.block_thread()
+    except KeyboardInterrupt:
+        pass
+    page.demo.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
