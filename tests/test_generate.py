@@ -5,7 +5,10 @@ import itertools
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import PAD, build, close, one_sentence
+
+from mhf import sampling_weights
 
 PROMPTS = [[3, 9, 1], [5], [12, 0, 7, 7, 18, 2, 11]]
 
@@ -296,3 +299,145 @@ def test_generated_ids_can_be_trained_on(model):
     ids = torch.stack(list(model.generate([[3, 9], [1, 4]], 5, temperature=0)), dim=1)  # (2, 5)
     model.loss(ids, ids).backward()
     assert model.model.embed_tokens.weight.grad.abs().sum() > 0
+
+
+# ---------------------------------------------------------------------------------------------
+# What a token is drawn by: sampling_weights
+# ---------------------------------------------------------------------------------------------
+
+SAMPLINGS = [
+    {},
+    {"temperature": 0.3},
+    {"temperature": 5.0},
+    {"top_k": 1},
+    {"top_k": 4},
+    {"top_k": 99},
+    {"top_p": 1e-6},
+    {"top_p": 0.7},
+    {"top_p": 1.0},
+    {"temperature": 2.0, "top_k": 7, "top_p": 0.8},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "top_k": 3, "top_p": 0.5},
+]
+
+
+def weights_by_hand(logits, temperature=1.0, top_k=None, top_p=None):
+    """P of every token (V,), with a loop for each cut, in float64."""
+    logits = logits.double()
+    if temperature == 0:
+        return F.one_hot(logits.argmax(), len(logits)).double()
+    p = (logits / temperature).softmax(0)
+    best = p.argsort(descending=True, stable=True).tolist()[:top_k]
+    mass, kept = 0.0, torch.zeros_like(p)
+    for i in best:
+        if top_p is None or mass < top_p * p[best].sum():
+            kept[i] = p[i]
+            mass += p[i]
+    return kept / kept.sum()
+
+
+def spread(logits, **sampling):
+    """sampling_weights as probabilities of all V tokens (N, V)."""
+    weights, ids = sampling_weights(logits, **sampling)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return weights if ids is None else torch.zeros_like(logits).scatter(-1, ids, weights)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_sampling_weights(sampling):
+    """Every row's weights are those of the loop; unused ids, of −∞, have none."""
+    logits = 3 * torch.randn(5, 30, generator=torch.Generator().manual_seed(2))
+    logits[:, [4, 11]] = -torch.inf
+    expected = [weights_by_hand(row, **sampling) for row in logits]
+    close(spread(logits, **sampling), torch.stack(expected), atol=1e-6)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_sampling_weights_are_best_first(sampling):
+    """Where they belong to some tokens only, the weights decrease and there are top_k of them."""
+    logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(2))
+    weights, ids = sampling_weights(logits, **sampling)
+    if ids is None:
+        assert weights.shape == (3, 30) and not sampling.keys() & {"top_k", "top_p"}
+    else:
+        size = 1 if sampling.get("temperature") == 0 else min(30, sampling.get("top_k", 30))
+        assert weights.shape == ids.shape == (3, size)
+        assert (weights.diff() <= 0).all() and (logits.gather(-1, ids).diff() <= 0).all()
+
+
+def test_weights_do_not_overflow():
+    """A temperature that leaves float32 no room gives the best token, not NaN."""
+    logits = torch.tensor([[1e4, -1e4, 9e3, -torch.inf]])
+    assert spread(logits, temperature=1e-6).tolist() == [[1.0, 0.0, 0.0, 0.0]]
+    assert spread(logits, temperature=1e30)[0, -1] == 0.0
+
+
+@pytest.mark.parametrize("sampling", [SAMPLINGS[i] for i in (1, 7, 9, 10)], ids=str)
+def test_generate_draws_by_sampling_weights(model, sampling):
+    """The shares of 10,000 draws are the weights of the model's log_probs."""
+    with torch.no_grad():
+        log_p = model.log_probs(torch.tensor([PROMPTS[2]]))[:, -1]
+    assert_drawn_from(drawn(model, PROMPTS[2], **sampling), spread(log_p, **sampling)[0])
+
+
+# ---------------------------------------------------------------------------------------------
+# log P of what was drawn
+# ---------------------------------------------------------------------------------------------
+
+
+def log_probs_by_hand(model, prompt, new):
+    """log P of each new token after its context, without a cache; a full context is halved."""
+    window, context, found = model.config.max_position_embeddings, list(prompt), []
+    for token in new:
+        if len(context) > window:
+            context = context[-max(1, window // 2) :]
+        found.append(next_probs(model, context).log()[token].item())
+        context.append(token)
+    return found
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_log_probs_of_one_prompt(sampling):
+    """One prompt yields (token, log P) as int and float: the calibrated log P of the model,
+    whatever temperature and cuts did to the drawing."""
+    model = build(calibration=1.7)
+    pairs = list(model.generate(PROMPTS[0], 12, seed=0, return_log_probs=True, **sampling))
+    assert {(type(token), type(log_p)) for token, log_p in pairs} == {(int, float)}
+    new, log_p = zip(*pairs, strict=True)
+    close(log_p, log_probs_by_hand(model, PROMPTS[0], new))
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS, [[3, 9, 1], [4, 4, 17]]], ids=["unequal", "equal"])
+def test_log_probs_of_a_batch(model, prompts):
+    """A batch yields (N,) tokens and (N,) log P, each row's as if it were alone."""
+    steps = list(model.generate(prompts, 12, seed=0, top_k=5, return_log_probs=True))
+    assert all(log_p.shape == (len(prompts),) for _, log_p in steps)
+    new, log_p = (columns(part) for part in zip(*steps, strict=True))
+    for prompt, tokens, found in zip(prompts, new, log_p, strict=True):
+        close(found, log_probs_by_hand(model, prompt, tokens))
+
+
+@pytest.mark.parametrize("window", [1, 7, 8])
+def test_log_probs_when_the_context_is_full(window):
+    """Behind a context that was halved, log P is that of the half."""
+    model = build(max_position_embeddings=window)
+    steps = list(model.generate(PROMPTS, 20, seed=0, return_log_probs=True))
+    new, log_p = (columns(part) for part in zip(*steps, strict=True))
+    for prompt, tokens, found in zip(PROMPTS, new, log_p, strict=True):
+        close(found, log_probs_by_hand(model, prompt, tokens))
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+def test_log_probs_do_not_change_the_tokens(model, sampling):
+    """With them and without, the same seed gives the same tokens, which stop at the same id."""
+    how = dict(seed=3, stop=[7], **sampling)
+    pairs = list(model.generate(PROMPTS, 15, return_log_probs=True, **how))
+    assert columns(new for new, _ in pairs) == columns(model.generate(PROMPTS, 15, **how))
+    pairs = list(model.generate(PROMPTS[0], 15, return_log_probs=True, **how))
+    assert [new for new, _ in pairs] == list(model.generate(PROMPTS[0], 15, **how))
+
+
+def test_log_probs_are_ordinary_tensors(model):
+    """A batch's log P need no gradient, but may be used where gradients are."""
+    (_, log_p), *_ = model.generate([[3, 9], [1, 4]], 2, seed=0, return_log_probs=True)
+    assert not log_p.is_inference() and not log_p.requires_grad
