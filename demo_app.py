@@ -1,9 +1,9 @@
 """See a token become a signature, and a signature become a token: `python demo_app.py`.
 
 One forward pass gives one trace, `mhf.explain`'s dict. Every view is a function of the trace (and
-of `facts`, what a checkpoint says of its whole vocabulary) that returns plain values, and a template
-that shows them. No view computes anything of the model; sliders and clicks on what is there already
-read the trace. What a user adds is in the user's own session; models are shared and never changed.
+of `facts`, what holds for a checkpoint's whole vocabulary) that returns plain values; a template
+shows them. No view computes anything of the model; sliders only read the trace. What a user adds
+is in the user's own session; models are shared and never changed.
 """
 
 import argparse
@@ -175,7 +175,7 @@ class Lab:
 
 
 def facts(model):
-    """What a checkpoint says of its whole vocabulary: sizes, bucket loads, close pairs, a re-hash."""
+    """What holds for the whole vocabulary: sizes, bucket loads, close pairs, a re-hash."""
     config, found = model.config, {"parameters": model.num_parameters()}
     found |= {"V": config.vocab_size, "D": config.hidden_size, "model": config.model}
     found |= {"window": config.max_position_embeddings, "objective": config.objective}
@@ -640,7 +640,7 @@ def view_vocabulary(session, checkpoint):
 
 
 def chart(series, x_label, y_label, log=False):
-    """{name: [(x, y), …]} -> lines and ticks in a box of 600 × 260, and the same as a sentence."""
+    """{name: [(x, y), …]} -> lines and ticks in a box of 600 × 260, and a sentence."""
     points = [point for line in series.values() for point in line]
     if not points:
         return None
@@ -742,33 +742,42 @@ JINJA = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True
 JINJA.filters |= {"percent": percent, "count": count}
 MACROS = """
 {% macro cell(j, id, title="") %}
-<span class="cell f{{ j % 8 }}"{% if title %} title="{{ title }}"{% endif %}><i>{{ j + 1 }}</i>{{ id }}</span>
+<span class="cell f{{ j % 8 }}"{% if title %}
+title="{{ title }}"{% endif %}><i>{{ j + 1 }}</i>{{ id }}</span>
 {% endmacro %}
 {% macro cells(signature) %}
 <span class="cells">{% for id in signature or () %}{{ cell(loop.index0, id) }}{% endfor %}</span>
 {% endmacro %}
 {% macro chips(entries, more=0) %}
-{% for c in entries %}<span class="chip{{ ' marked' if c.marked }}" title="token {{ c.id }}"><bdi>{{ c.glyph }}</bdi></span> {% endfor %}
+{% for c in entries %}
+<span class="chip{{ ' marked' if c.marked }}"
+title="token {{ c.id }}"><bdi>{{ c.glyph }}</bdi></span> {% endfor %}
 {% if more > 0 %}<small>and {{ more|count }} more</small>{% endif %}
 {% endmacro %}
 {% macro scroll(label) %}
 <div class="scroll" tabindex="0" role="region" aria-label="{{ label }}">{{ caller() }}</div>
 {% endmacro %}
 {% macro lines(c) %}
-<svg viewBox="0 0 600 260" role="img" aria-label="{{ c.y_label }} against {{ c.x_label }}. {{ c.told }}">
+<svg viewBox="0 0 600 260" role="img"
+aria-label="{{ c.y_label }} against {{ c.x_label }}. {{ c.told }}">
 {% for x, text in c.x_ticks %}<line x1="{{ x }}" x2="{{ x }}" y1="15" y2="230" class="grid"/>
 <text x="{{ x }}" y="245" text-anchor="middle">{{ text }}</text>{% endfor %}
 {% for y, text in c.y_ticks %}<line x1="60" x2="590" y1="{{ y }}" y2="{{ y }}" class="grid"/>
 <text x="55" y="{{ y + 4 }}" text-anchor="end">{{ text }}</text>{% endfor %}
-{% for l in c.lines %}<polyline points="{{ l.points }}" class="line s{{ loop.index0 }}"/>{% endfor %}
+{% for l in c.lines %}
+<polyline points="{{ l.points }}" class="line s{{ loop.index0 }}"/>{% endfor %}
 <text x="325" y="258" text-anchor="middle">{{ c.x_label }}</text>
 </svg>
-<p class="legend">{{ c.y_label }}: {% for l in c.lines %}<span><svg viewBox="0 0 30 8" aria-hidden="true"><polyline points="0,4 30,4" class="line s{{ loop.index0 }}"/></svg> {{ l.name }}</span> {% endfor %}</p>
+<p class="legend">{{ c.y_label }}: {% for l in c.lines %}
+<span><svg viewBox="0 0 30 8" aria-hidden="true"><polyline points="0,4 30,4"
+class="line s{{ loop.index0 }}"/></svg> {{ l.name }}</span> {% endfor %}</p>
 {% endmacro %}
 {% macro tries_list(tries, H) %}
 <ol class="tries">{% for t in tries %}
-<li>seed {{ t.seed }}{{ " (the last function's own)" if t.seed == H - 1 }}: last id <b>{{ t.last }}</b>,
-{% if t.glyph is not none and t.owner %}taken by <span class="chip"><bdi>{{ t.glyph }}</bdi></span>: hash again{% else %}free{% endif %}</li>
+<li>seed {{ t.seed }}{{ " (the last function's own)" if t.seed == H - 1 }}: last id
+<b>{{ t.last }}</b>,
+{% if t.glyph is not none and t.owner %}taken by
+<span class="chip"><bdi>{{ t.glyph }}</bdi></span>: hash again{% else %}free{% endif %}</li>
 {% endfor %}</ol>
 {% endmacro %}
 """
@@ -776,144 +785,264 @@ TEMPLATES = {
     "tokens": """
 {% if notice %}<p class="notice" role="status">{{ notice }}</p>{% endif %}
 <div class="tokens" role="group" aria-label="Tokens: choose the position that all views show">
-{% for t in tokens %}<button type="button" data-pick="{{ loop.index0 }}" aria-pressed="{{ 'true' if loop.index0 == position else 'false' }}"><bdi>{{ t.glyph }}</bdi><small>{{ t.id }}</small></button>
+{% for t in tokens %}
+<button type="button" data-pick="{{ loop.index0 }}"
+aria-pressed="{{ (loop.index0 == position)|lower }}">
+<bdi>{{ t.glyph }}</bdi><small>{{ t.id }}</small></button>
 {% endfor %}</div>
-<p class="hint">{{ tokens|length }} tokens of {{ vocab_size|count }}. Choose one: all views then show what the model makes of it and what it expects after it.
-{% if words %}Your own tokens: {% for w in words %}<span class="chip"><bdi>{{ w.replace(" ", "␣") }}</bdi></span> {% endfor %}{% endif %}</p>
+<p class="hint">{{ tokens|length }} tokens of {{ vocab_size|count }}. Choose one: all views then
+show what the model makes of it and what it expects after it.
+{% if words %}Your own tokens: {% for w in words %}
+<span class="chip"><bdi>{{ w.replace(" ", "␣") }}</bdi></span> {% endfor %}{% endif %}</p>
 """,
     "signature": """
-<h3>The token <span class="chip marked"><bdi>{{ token.glyph }}</bdi></span> is the signature {{ cells(token.signature) }}</h3>
-<p>{{ H }} hash functions, {{ B|count }} buckets each: {{ signatures|count }} signatures (B<sup>H</sup>) for {{ V|count }} tokens, one for every {{ (signatures // V)|count }}.
-The token that {{ next_is }}, <span class="chip"><bdi>{{ next.glyph }}</bdi></span>, is {{ cells(next.signature) }}</p>
+<h3>The token <span class="chip marked"><bdi>{{ token.glyph }}</bdi></span> is the signature
+{{ cells(token.signature) }}</h3>
+<p>{{ H }} hash functions, {{ B|count }} buckets each: {{ signatures|count }} signatures
+(B<sup>H</sup>) for {{ V|count }} tokens, one for every {{ (signatures // V)|count }}.
+The token that {{ next_is }}, <span class="chip"><bdi>{{ next.glyph }}</bdi></span>, is
+{{ cells(next.signature) }}</p>
 {% call scroll("Who shares the buckets") %}
-<table><thead><tr><th scope="col">function, id</th><th scope="col">tokens in the bucket</th><th scope="col">who is in it: most probable next tokens first</th></tr></thead><tbody>
-{% for f in functions %}<tr><th scope="row">{{ cell(loop.index0, f.bucket) }}</th><td>{{ f.num_tokens }} <small>(mean {{ "%.1f"|format(f.expected) }})</small></td><td>{{ chips(f.chips, f.more) }}</td></tr>
+<table><thead><tr><th scope="col">function, id</th><th scope="col">tokens in the bucket</th>
+<th scope="col">who is in it: most probable next tokens first</th></tr></thead><tbody>
+{% for f in functions %}<tr><th scope="row">{{ cell(loop.index0, f.bucket) }}</th>
+<td>{{ f.num_tokens }} <small>(mean {{ "%.1f"|format(f.expected) }})</small></td>
+<td>{{ chips(f.chips, f.more) }}</td></tr>
 {% endfor %}</tbody></table>
 {% endcall %}
-<p>Ids in common with this token: {% for n, many in shared %}<span class="fact"><b>{{ n }}</b> of {{ H }}: {{ many|count }} token{{ "s" if many != 1 }}</span> {% endfor %}</p>
-{% if neighbours %}<p>Closest: {% for n in neighbours %}<span class="chip"><bdi>{{ n.glyph }}</bdi> <small>{{ n.shared }} of {{ H }}</small></span> {% endfor %}</p>{% endif %}
+<p>Ids in common with this token: {% for n, many in shared %}<span class="fact"><b>{{ n }}</b> of
+{{ H }}: {{ many|count }} token{{ "s" if many != 1 }}</span> {% endfor %}</p>
+{% if neighbours %}<p>Closest: {% for n in neighbours %}
+<span class="chip"><bdi>{{ n.glyph }}</bdi> <small>{{ n.shared }} of {{ H }}</small></span>
+{% endfor %}</p>{% endif %}
 <h3>How it got its last id</h3>
-{% if tries is none %}<p>The checkpoint stores ids without their tokens: the tries are not known.</p>
+{% if tries is none %}<p>The checkpoint stores ids without their tokens: the tries are not
+known.</p>
 {% elif not tries %}<p>This is the pad: all its ids are 0, and it is never hashed.</p>
 {% else %}{{ tries_list(tries, H) }}{% endif %}
 {% if rehash %}<h3>A token that really was re-hashed</h3>
-<p>{% if rehash.own %}{{ facts.rehashed|count }} of this model's tokens were.{% else %}None of this model's tokens was. The same tokens with {{ rehash.num_buckets }} buckets instead of {{ B|count }}: {{ rehash.rehashed }} of {{ rehash.tokens|count }} were.{% endif %}
-The one with most tries is <span class="chip"><bdi>{{ rehash.glyph }}</bdi></span> {{ cells(rehash.token.signature) }}</p>
+<p>{% if rehash.own %}{{ facts.rehashed|count }} of this model's tokens were.{% else %}None of
+this model's tokens was. The same tokens with {{ rehash.num_buckets }} buckets instead of
+{{ B|count }}: {{ rehash.rehashed }} of {{ rehash.tokens|count }} were.{% endif %}
+The one with most tries is <span class="chip"><bdi>{{ rehash.glyph }}</bdi></span>
+{{ cells(rehash.token.signature) }}</p>
 {{ tries_list(rehash.tries, H) }}
 {% else %}<p>No token of this model was re-hashed.</p>{% endif %}
 <h3>All {{ V|count }} tokens</h3>
-<p>Pairs of tokens that share at least {{ H - 1 }} of {{ H }} ids: {{ facts.close_pairs|count if facts.close_pairs is not none else "not counted" }}; {{ "%.2g"|format(facts.close_pairs_expected) }} are to be expected by chance.</p>
+<p>Pairs of tokens that share at least {{ H - 1 }} of {{ H }} ids:
+{{ facts.close_pairs|count if facts.close_pairs is not none else "not counted" }};
+{{ "%.2g"|format(facts.close_pairs_expected) }} are to be expected by chance.</p>
 {% call scroll("Bucket load, observed and expected") %}
-<table class="load"><thead><tr><th scope="col">tokens in a bucket</th><th scope="col">buckets, mean of the functions</th><th scope="col">expected by chance</th><th scope="col"><span class="f0 key"></span> observed, <span class="f1 key"></span> expected</th></tr></thead><tbody>
-{% for row in facts.loads %}<tr><th scope="row">{{ row.tokens }}</th><td>{{ "%.1f"|format(row.observed) }}</td><td>{{ "%.1f"|format(row.expected) }}</td>
-<td class="wide"><div class="bar f0" style="width:{{ 100 * row.observed / most }}%"></div><div class="bar f1" style="width:{{ 100 * row.expected / most }}%"></div></td></tr>
+<table class="load"><thead><tr><th scope="col">tokens in a bucket</th><th scope="col">buckets,
+mean of the functions</th><th scope="col">expected by chance</th>
+<th scope="col"><span class="f0 key"></span> observed, <span class="f1 key"></span> expected</th>
+</tr></thead><tbody>
+{% for row in facts.loads %}<tr><th scope="row">{{ row.tokens }}</th>
+<td>{{ "%.1f"|format(row.observed) }}</td><td>{{ "%.1f"|format(row.expected) }}</td>
+<td class="wide"><div class="bar f0" style="width:{{ 100 * row.observed / most }}%"></div><div
+class="bar f1" style="width:{{ 100 * row.expected / most }}%"></div></td></tr>
 {% endfor %}</tbody></table>
 {% endcall %}
 """,
     "gate": """
 <h3>How <span class="chip marked"><bdi>{{ glyph }}</bdi></span> becomes one vector</h3>
 {% call scroll("Rows of this token") %}
-<table><thead><tr><th scope="col">function, id</th><th scope="col">norm of its row ‖e‖</th><th scope="col">bottleneck score s</th><th scope="col">weight α = softmax(s)</th></tr></thead><tbody>
-{% for d in detail %}<tr><th scope="row">{{ cell(loop.index0, d.id) }}</th><td>{{ "%.4f"|format(d.norm) }}</td><td>{{ "%.4f"|format(d.score) if d.score is not none else "–" }}</td><td>{{ "%.4f"|format(d.alpha) }}</td></tr>
+<table><thead><tr><th scope="col">function, id</th><th scope="col">norm of its row ‖e‖</th>
+<th scope="col">bottleneck score s</th><th scope="col">weight α = softmax(s)</th></tr></thead>
+<tbody>
+{% for d in detail %}<tr><th scope="row">{{ cell(loop.index0, d.id) }}</th>
+<td>{{ "%.4f"|format(d.norm) }}</td>
+<td>{{ "%.4f"|format(d.score) if d.score is not none else "–" }}</td>
+<td>{{ "%.4f"|format(d.alpha) }}</td></tr>
 {% endfor %}</tbody></table>
 {% endcall %}
 <p class="check">{% if residual is none %}This model's gate has no adapter to check against.
-{% else %}Check: ‖W<sub>s</sub> Σ α<sub>j</sub> e<sub>j</sub> + b<sub>s</sub> − x‖ = <b>{{ "%.1e"|format(residual) }}</b>
-{{ "✓ below 1e-5" if residual < 1e-5 else "✗ not below 1e-5" }}; the largest of all tokens here is {{ "%.1e"|format(worst) }}.{% endif %}</p>
+{% else %}Check: ‖W<sub>s</sub> Σ α<sub>j</sub> e<sub>j</sub> + b<sub>s</sub> − x‖ =
+<b>{{ "%.1e"|format(residual) }}</b>
+{{ "✓" if residual < 1e-5 else "✗ not" }} below 1e-5; the largest of all tokens here is
+{{ "%.1e"|format(worst) }}.{% endif %}</p>
 <h3>Every token</h3>
 {% call scroll("Gate weights of the tokens") %}
-<table class="gate"><thead><tr><th scope="col">token</th><th scope="col">weights</th>{% for s in rows[0].segments %}<th scope="col"><span class="f{{ s.j % 8 }} key"></span> α{{ s.j + 1 }}</th>{% endfor %}</tr></thead><tbody>
-{% for r in rows %}<tr{% if r.at == position %} class="chosen"{% endif %}><th scope="row"><span class="chip{{ ' marked' if r.at == position }}"><bdi>{{ r.glyph }}</bdi></span></th>
-<td class="wide"><div class="stack" role="img" aria-label="{% for s in r.segments %}function {{ s.j + 1 }}: {{ s.share|percent }} {% endfor %}">{% for s in r.segments %}<div class="f{{ s.j % 8 }}" style="width:{{ 100 * s.share }}%" title="score {{ '%.3f'|format(s.score) if s.score is not none else '–' }}"></div>{% endfor %}</div></td>
-{% for s in r.segments %}<td>{{ "%.3f"|format(s.share) }}{% if s.score is not none %}<br><small>{{ "%.2f"|format(s.score) }}</small>{% endif %}</td>{% endfor %}</tr>
+<table class="gate"><thead><tr><th scope="col">token</th><th scope="col">weights</th>
+{% for s in rows[0].segments %}<th scope="col"><span class="f{{ s.j % 8 }} key"></span>
+α{{ s.j + 1 }}</th>{% endfor %}</tr></thead><tbody>
+{% for r in rows %}<tr{% if r.at == position %} class="chosen"{% endif %}><th scope="row"><span
+class="chip{{ ' marked' if r.at == position }}"><bdi>{{ r.glyph }}</bdi></span></th>
+<td class="wide"><div class="stack" role="img"
+aria-label="{% for s in r.segments %}function {{ s.j + 1 }}: {{ s.share|percent }} {% endfor %}
+">{% for s in r.segments %}<div class="f{{ s.j % 8 }}" style="width:{{ 100 * s.share }}%"
+title="score {{ '%.3f'|format(s.score) if s.score is not none else '–' }}"></div>{% endfor %}
+</div></td>
+{% for s in r.segments %}<td>{{ "%.3f"|format(s.share) }}{% if s.score is not none %}
+<br><small>{{ "%.2f"|format(s.score) }}</small>{% endif %}</td>{% endfor %}</tr>
 {% endfor %}</tbody></table>
 {% endcall %}
-<p class="hint">Small numbers are the scores.{% if hidden %} {{ hidden }} more tokens are not shown; choose another to see those around it.{% endif %}</p>
+<p class="hint">Small numbers are the scores.{% if hidden %} {{ hidden }} more tokens are not
+shown; choose another to see those around it.{% endif %}</p>
 """,
     "cascade": """
-<h3>What comes after <span class="chip marked"><bdi>{{ before }}</bdi></span>? {{ panels|length }} ids, one after the other</h3>
-{% if forced %}<p class="notice whatif" role="status"><b>What if</b> {% for j, bucket in forced.items() %}function {{ j|int + 1 }} were bucket {{ bucket }}{{ ", and " if not loop.last }}{% endfor %}: later functions and the result follow that row, not the model's own mixture. <button type="button" data-clear="1">Back to the model's own</button></p>{% endif %}
-<p>The most probable next token is <span class="chip"><bdi>{{ best }}</bdi></span> ({{ best_p|percent }}).{% if next %} In the text comes <span class="chip"><bdi>{{ next }}</bdi></span>; its buckets have a ◆.{% endif %} Choose a bucket to force it.</p>
-<p class="legend"><span><span class="key solid"></span> p<sub>j</sub>, the function's own probability</span> <span><span class="key hatched"></span> share of the renormalised probability that the bucket's tokens hold</span></p>
+<h3>What comes after <span class="chip marked"><bdi>{{ before }}</bdi></span>?
+{{ panels|length }} ids, one after the other</h3>
+{% if forced %}<p class="notice whatif" role="status"><b>What if</b>
+{% for j, bucket in forced.items() %}function {{ j|int + 1 }} were bucket
+{{ bucket }}{{ ", and " if not loop.last }}{% endfor %}: later functions and the result follow
+that row, not the model's own mixture. <button type="button" data-clear="1">Back to the model's
+own</button></p>{% endif %}
+<p>The most probable next token is <span class="chip"><bdi>{{ best }}</bdi></span>
+({{ best_p|percent }}).{% if next %} In the text comes
+<span class="chip"><bdi>{{ next }}</bdi></span>; its buckets have a ◆.{% endif %} Choose a bucket
+to force it.</p>
+<p class="legend"><span><span class="key solid"></span> p<sub>j</sub>, the function's own
+probability</span> <span><span class="key hatched"></span> share of the renormalised probability
+that the bucket's tokens hold</span></p>
 <div class="panels">
-{% for p in panels %}<section class="panel" aria-label="Function {{ loop.index }}"><h4><span class="f{{ loop.index0 % 8 }} key"></span> Function {{ loop.index }}</h4>
+{% for p in panels %}
+<section class="panel" aria-label="Function {{ loop.index }}"><h4><span
+class="f{{ loop.index0 % 8 }} key"></span> Function {{ loop.index }}</h4>
 <p>entropy <b>{{ "%.2f"|format(p.entropy_bits) }}</b> of {{ "%.2f"|format(most_bits) }} bits</p>
 <div role="group" aria-label="Buckets of function {{ loop.index }}">
 {% set j = loop.index0 %}
-{% for b in p.bars %}<button type="button" class="bucket{{ ' forced' if b.forced }}" data-function="{{ j }}" data-bucket="{{ b.bucket }}" aria-pressed="{{ 'true' if b.forced else 'false' }}">
-<span class="top"><b>{{ b.bucket }}</b>{{ " ◆" if b.target }} <span>{{ b.prob|percent }}</span> <small>{{ b.mass|percent }}</small></span>
-<span class="bar f{{ j % 8 }}" style="width:{{ b.wide }}%"></span><span class="bar hatched" style="width:{{ b.mass_wide }}%"></span>
-<span class="members">{{ chips(b.chips, b.more) }}{% if not b.num_tokens %}<small>no token</small>{% endif %}</span></button>
+{% for b in p.bars %}
+<button type="button" class="bucket{{ ' forced' if b.forced }}" data-function="{{ j }}"
+data-bucket="{{ b.bucket }}" aria-pressed="{{ 'true' if b.forced else 'false' }}">
+<span class="top"><b>{{ b.bucket }}</b>{{ " ◆" if b.target }} <span>{{ b.prob|percent }}</span>
+<small>{{ b.mass|percent }}</small></span>
+<span class="bar f{{ j % 8 }}" style="width:{{ b.wide }}%"></span><span class="bar hatched"
+style="width:{{ b.mass_wide }}%"></span>
+<span class="members">{{ chips(b.chips, b.more) }}{% if not b.num_tokens %}<small>no
+token</small>{% endif %}</span></button>
 {% endfor %}</div>
-<p>{% if p.forced is not none %}forced: <b>{{ p.forced }}</b>. {% endif %}Still compatible: <b>{{ p.compatible|count }}</b> token{{ "s" if p.compatible != 1 }}, which hold {{ p.compatible_mass|percent }}.</p>
-{% if p.soft_embedding_norm is not none %}<p>Hands on a vector of norm <b>{{ "%.3f"|format(p.soft_embedding_norm) }}</b>{{ ", the forced row" if p.forced is not none else ", the mixture of its rows" }}. Nearest rows (cosine):</p>
-<ul>{% for n in p.nearest %}<li>{{ n.bucket }} ({{ "%.2f"|format(n.cosine) }}) {{ chips(n.chips) }}</li>{% endfor %}</ul>
+<p>{% if p.forced is not none %}forced: <b>{{ p.forced }}</b>. {% endif %}Still compatible:
+<b>{{ p.compatible|count }}</b> token{{ "s" if p.compatible != 1 }}, which hold
+{{ p.compatible_mass|percent }}.</p>
+{% if p.soft_embedding_norm is not none %}<p>Hands on a vector of norm
+<b>{{ "%.3f"|format(p.soft_embedding_norm) }}</b>,
+{{ "the forced row" if p.forced is not none else "the mixture of its rows" }}. Nearest rows (cosine):</p>
+<ul>{% for n in p.nearest %}<li>{{ n.bucket }} ({{ "%.2f"|format(n.cosine) }})
+{{ chips(n.chips) }}</li>{% endfor %}</ul>
 {% else %}<p>The last function hands nothing on.</p>{% endif %}</section>
 {% endfor %}</div>
 """,
     "probability": """
-{% if forced %}<p class="notice whatif">What if: the numbers below follow the forced buckets.</p>{% endif %}
+{% if forced %}<p class="notice whatif">What if: the numbers below follow the forced
+buckets.</p>{% endif %}
 {% if valid_mass is not none %}<h3>Where the joint probability lies</h3>
-<div class="stack mass" role="img" aria-label="on signatures of real tokens {{ valid_mass|percent }}, on unassigned signatures {{ (1 - valid_mass)|percent }}"><div class="f0" style="width:{{ 100 * valid_mass }}%"></div><div class="unassigned" style="width:{{ 100 * (1 - valid_mass) }}%"></div></div>
-<p class="legend"><span><span class="key f0"></span> signatures of real tokens (valid mass): <b>{{ valid_mass|percent }}</b></span> <span><span class="key unassigned"></span> signatures that no token has: <b>{{ (1 - valid_mass)|percent }}</b></span></p>{% endif %}
+<div class="stack mass" role="img"
+aria-label="on signatures of real tokens {{ valid_mass|percent }}, on unassigned signatures
+{{ (1 - valid_mass)|percent }}"><div class="f0" style="width:{{ 100 * valid_mass }}%"></div><div
+class="unassigned" style="width:{{ 100 * (1 - valid_mass) }}%"></div></div>
+<p class="legend"><span><span class="key f0"></span> signatures of real tokens (valid mass):
+<b>{{ valid_mass|percent }}</b></span> <span><span class="key unassigned"></span> signatures that
+no token has: <b>{{ (1 - valid_mass)|percent }}</b></span></p>{% endif %}
 <h3>The same tokens in every column</h3>
 {% call scroll("Probabilities of the next token") %}
-<table class="prob"><thead><tr><th scope="col">token</th>{% if H %}<th scope="col">signature</th>{% endif %}{% for j in range(H) %}<th scope="col">log p{{ j + 1 }}</th>{% endfor %}{% if H %}<th scope="col">sum</th><th scope="col">joint</th><th scope="col">renormalised (paper, τ = 1)</th>{% endif %}<th scope="col">calibrated{% if H %} (τ = {{ "%.3g"|format(calibration) }}){% endif %}</th><th scope="col">drawn with the sliders</th></tr></thead><tbody>
-{% for r in rows %}<tr data-sum="{{ r.sum }}"><th scope="row"><button type="button" class="chip{{ ' marked' if r.next }}" data-arithmetic="1"><bdi>{{ r.glyph }}</bdi>{{ " ◆" if r.next }}</button></th>
-{% if H %}<td>{{ cells(r.signature) }}</td>{% for x in r.log_p %}<td>{{ "%.2f"|format(x) }}</td>{% endfor %}<td>{{ "%.2f"|format(r.score) if r.score is not none else "–" }}</td><td>{{ "%.2g"|format(r.joint_prob) }}</td><td>{{ r.paper|percent }}</td>{% endif %}<td>{{ r.p|percent }}</td>
-<td class="wide"><div class="bar f1" style="width:{{ 100 * r.drawn }}%"></div>{{ r.drawn|percent if r.drawn else "cut off" }}</td></tr>
+<table class="prob"><thead><tr><th scope="col">token</th>{% if H %}<th scope="col">signature</th>
+{% endif %}{% for j in range(H) %}<th scope="col">log p{{ j + 1 }}</th>{% endfor %}{% if H %}
+<th scope="col">sum</th><th scope="col">joint</th><th scope="col">renormalised (paper, τ = 1)</th>
+{% endif %}<th scope="col">calibrated{% if H %} (τ = {{ "%.3g"|format(calibration) }}){% endif %}
+</th><th scope="col">drawn with the sliders</th></tr></thead><tbody>
+{% for r in rows %}<tr data-sum="{{ r.sum }}"><th scope="row"><button type="button"
+class="chip{{ ' marked' if r.next }}"
+data-arithmetic="1"><bdi>{{ r.glyph }}</bdi>{{ " ◆" if r.next }}</button></th>
+{% if H %}<td>{{ cells(r.signature) }}</td>{% for x in r.log_p %}<td>{{ "%.2f"|format(x) }}</td>
+{% endfor %}<td>{{ "%.2f"|format(r.score) if r.score is not none else "–" }}</td>
+<td>{{ "%.2g"|format(r.joint_prob) }}</td><td>{{ r.paper|percent }}</td>{% endif %}
+<td>{{ r.p|percent }}</td>
+<td class="wide"><div class="bar f1"
+style="width:{{ 100 * r.drawn }}%"></div>{{ r.drawn|percent if r.drawn else "cut off" }}</td></tr>
 {% endfor %}</tbody></table>
 {% endcall %}
-<p class="arithmetic" aria-live="polite">{{ rows[0].sum or "Point at a row to see its arithmetic." }}</p>
-<p>With temperature {{ settings[0] }}, top-k {{ settings[1] or "off" }}, top-p {{ settings[2] }}: <b>{{ kept|count }}</b> token{{ "s" if kept != 1 }} can be drawn; those not in the table have {{ rest|percent }} together.{% if rows|selectattr("next")|list %} ◆ is the token that comes next in the text.{% endif %}</p>
+<p class="arithmetic" aria-live="polite">{{ rows[0].sum }}</p>
+<p>With temperature {{ settings[0] }}, top-k {{ settings[1] or "off" }}, top-p {{ settings[2] }}:
+<b>{{ kept|count }}</b> token{{ "s" if kept != 1 }} can be drawn; those not in the table have
+{{ rest|percent }} together.{% if rows|selectattr("next")|list %} ◆ is the token that comes next
+in the text.{% endif %}</p>
 """,
     "generate": """
-<div class="tokens written" role="group" aria-label="The text; choose a generated token to see how it came about">
-{% for r in rows %}{% if r.generated %}<button type="button" data-pick="{{ r.at - 1 }}" class="generated" aria-pressed="{{ 'true' if r.chosen else 'false' }}" style="--p:{{ (100 * (r.p or 0))|round(1) }}%"><bdi>{{ r.glyph }}</bdi><small>{{ r.p|percent }}</small></button>{% else %}<span class="given"><bdi>{{ r.glyph }}</bdi></span>{% endif %}
+<div class="tokens written" role="group"
+aria-label="The text; choose a generated token to see how it came about">
+{% for r in rows %}{% if r.generated %}
+<button type="button" data-pick="{{ r.at - 1 }}" class="generated"
+aria-pressed="{{ 'true' if r.chosen else 'false' }}"
+style="--p:{{ (100 * (r.p or 0))|round(1) }}%">
+<bdi>{{ r.glyph }}</bdi><small>{{ r.p|percent }}</small></button>{% else %}
+<span class="given"><bdi>{{ r.glyph }}</bdi></span>{% endif %}
 {% endfor %}</div>
-{% if started %}<p class="hint">Seed {{ seed }}. The darker a token and the larger its number, the surer the model was (calibrated, before temperature and cuts).</p>{% endif %}
-{% if candidates %}<p>After <span class="chip"><bdi>{{ after }}</bdi></span>, go on from here with another candidate:</p>
-<div class="tokens" role="group" aria-label="Candidates to go on with">{% for c in candidates %}<button type="button" data-candidate="{{ c.id }}"><bdi>{{ c.glyph }}</bdi><small>{{ c.p|percent }}</small></button>
+{% if started %}<p class="hint">Seed {{ seed }}. The darker a token and the larger its number,
+the surer the model was (calibrated, before temperature and cuts).</p>{% endif %}
+{% if candidates %}<p>After <span class="chip"><bdi>{{ after }}</bdi></span>, go on from here
+with another candidate:</p>
+<div class="tokens" role="group" aria-label="Candidates to go on with">{% for c in candidates %}
+<button type="button" data-candidate="{{ c.id }}"><bdi>{{ c.glyph }}</bdi>
+<small>{{ c.p|percent }}</small></button>
 {% endfor %}</div>{% endif %}
 """,
     "vocabulary": """
 <h3>Your own tokens</h3>
 {% if words %}{% call scroll("Your own tokens") %}
-<table><thead><tr><th scope="col">token</th><th scope="col">id</th><th scope="col">signature</th><th scope="col">tries</th><th scope="col">parameters added</th></tr></thead><tbody>
-{% for w in words %}<tr><th scope="row"><span class="chip marked"><bdi>{{ w.glyph }}</bdi></span></th><td>{{ w.id }}</td><td>{{ cells(w.signature) }}</td><td>{{ w.tries }}{{ " (" ~ w.taken ~ " taken)" if w.taken }}</td><td>{{ added }}</td></tr>
+<table><thead><tr><th scope="col">token</th><th scope="col">id</th><th scope="col">signature</th>
+<th scope="col">tries</th><th scope="col">parameters added</th></tr></thead><tbody>
+{% for w in words %}<tr>
+<th scope="row"><span class="chip marked"><bdi>{{ w.glyph }}</bdi></span></th><td>{{ w.id }}</td>
+<td>{{ cells(w.signature) }}</td><td>{{ w.tries }}{{ " (" ~ w.taken ~ " taken)" if w.taken }}</td>
+<td>{{ added }}</td></tr>
 {% endfor %}</tbody></table>{% endcall %}
-<p>The model has never read them: each is a new mixture of rows that other tokens taught. They take {{ ids_bytes }} bytes each, for their ids. Now use one in the prompt.</p>
-{% else %}<p>None yet. They will be yours alone: nobody else who uses this page sees them.</p>{% endif %}
+<p>The model has never read them: each is a new mixture of rows that other tokens taught. They
+take {{ ids_bytes }} bytes each, for their ids. Now use one in the prompt.</p>
+{% else %}<p>None yet. They will be yours alone: nobody else who uses this page sees
+them.</p>{% endif %}
 <h3>What a table costs</h3>
 {{ lines(chart) }}
 {% call scroll("Parameters of the table") %}
-<table><thead><tr><th scope="col">table</th>{% for v in columns %}<th scope="col">V = {{ v|count }}</th>{% endfor %}</tr></thead><tbody>
-{% for name, line in series.items() %}<tr><th scope="row">{{ name }}</th>{% for v in columns %}<td>{{ (line|selectattr(0, "equalto", v)|first)[1]|count }}</td>{% endfor %}</tr>{% endfor %}
+<table><thead><tr><th scope="col">table</th>{% for v in columns %}<th scope="col">V =
+{{ v|count }}</th>{% endfor %}</tr></thead><tbody>
+{% for name, line in series.items() %}<tr><th scope="row">{{ name }}</th>{% for v in columns %}
+<td>{{ (line|selectattr(0, "equalto", v)|first)[1]|count }}</td>{% endfor %}</tr>{% endfor %}
 </tbody></table>{% endcall %}
-<p>Now: V = {{ V|count }}; this model's table has {{ table|count }} parameters, a V × D one would have {{ standard|count }}. All at this model's width.</p>
+<p>Now: V = {{ V|count }}; this model's table has {{ table|count }} parameters, a V × D one would
+have {{ standard|count }}. All at this model's width.</p>
 """,
     "compare": """
-{% if rows %}<p>A: <b>{{ a }}</b>. B: <b>{{ b }}</b>.</p>{% call scroll("Next tokens of A and B") %}
-<table><thead><tr><th scope="col">token</th><th scope="col">A</th><th scope="col">B</th><th scope="col">difference B − A</th><th scope="col">rank A → B</th></tr></thead><tbody>
-{% for r in rows %}<tr><th scope="row"><span class="chip"><bdi>{{ r.glyph }}</bdi></span></th><td>{{ r.p_a|percent if r.p_a is not none else "no such token" }}</td><td>{{ r.p_b|percent if r.p_b is not none else "no such token" }}</td>
-<td>{{ "%+.2f points"|format(100 * r.difference) if r.difference is defined else "–" }}</td><td>{{ r.rank_a or "–" }} → {{ r.rank_b or "–" }}{% if r.up is defined %} {{ "↑" if r.up > 0 else "↓" if r.up < 0 else "=" }}{% endif %}</td></tr>
+{% if rows %}<p>A: <b>{{ a }}</b>. B:
+<b>{{ b }}</b>.</p>{% call scroll("Next tokens of A and B") %}
+<table><thead><tr><th scope="col">token</th><th scope="col">A</th><th scope="col">B</th>
+<th scope="col">difference B − A</th><th scope="col">rank A → B</th></tr></thead><tbody>
+{% for r in rows %}<tr><th scope="row"><span class="chip"><bdi>{{ r.glyph }}</bdi></span></th>
+<td>{{ r.p_a|percent if r.p_a is not none else "no such token" }}</td>
+<td>{{ r.p_b|percent if r.p_b is not none else "no such token" }}</td>
+<td>{{ "%+.2f points"|format(100 * r.difference) if r.difference is defined else "–" }}</td>
+<td>{{ r.rank_a or "–" }} → {{ r.rank_b or "–" }}{% if r.up is defined %}
+{{ "↑" if r.up > 0 else "↓" if r.up < 0 else "=" }}{% endif %}</td></tr>
 {% endfor %}</tbody></table>{% endcall %}
-{% call scroll("Quantities of A and B") %}<table><thead><tr><th scope="col">quantity</th><th scope="col">A</th><th scope="col">B</th><th scope="col">difference</th></tr></thead><tbody>
-{% for q in quantities %}<tr><th scope="row">{{ q.name }}</th>{% for x in (q.a, q.b, q.difference) %}<td>{{ "%.4g"|format(x) if x is not none else "–" }}</td>{% endfor %}</tr>{% endfor %}
-</tbody></table>{% endcall %}{% else %}<p>Type a second prompt or choose a second checkpoint, then compare: both are read at their last token.</p>{% endif %}
+{% call scroll("Quantities of A and B") %}<table><thead><tr><th scope="col">quantity</th>
+<th scope="col">A</th><th scope="col">B</th><th scope="col">difference</th></tr></thead><tbody>
+{% for q in quantities %}<tr><th scope="row">{{ q.name }}</th>
+{% for x in (q.a, q.b, q.difference) %}<td>{{ "%.4g"|format(x) if x is not none else "–" }}</td>
+{% endfor %}</tr>{% endfor %}
+</tbody></table>{% endcall %}{% else %}<p>Type a second prompt or choose a second checkpoint,
+then compare: both are read at their last token.</p>{% endif %}
 """,
     "train": """
 {% if off %}<p class="notice">{{ off }}</p>{% else %}
 {% if curve %}{{ lines(curve) }}{% endif %}
-{% call scroll("Both runs") %}<table><thead><tr><th scope="col">model</th><th scope="col">state</th><th scope="col">parameters (table)</th><th scope="col">step</th><th scope="col">loss</th><th scope="col">tok/s</th><th scope="col">held-out perplexity</th><th scope="col">top-1</th><th scope="col">valid mass</th></tr></thead><tbody>
-{% for r in runs %}<tr><th scope="row">{{ r.name }}</th><td>{{ r.state }}</td><td>{{ r.parameters }}</td>{% for key in ("step", "loss", "tokens_per_second", "perplexity", "top1", "valid_mass") %}<td>{{ r[key] or "–" }}</td>{% endfor %}</tr>{% endfor %}
+{% call scroll("Both runs") %}<table><thead><tr><th scope="col">model</th>
+<th scope="col">state</th><th scope="col">parameters (table)</th><th scope="col">step</th>
+<th scope="col">loss</th><th scope="col">tok/s</th><th scope="col">held-out perplexity</th>
+<th scope="col">top-1</th><th scope="col">valid mass</th></tr></thead><tbody>
+{% for r in runs %}<tr><th scope="row">{{ r.name }}</th><td>{{ r.state }}</td>
+<td>{{ r.parameters }}</td>
+{% for key in ("step", "loss", "tokens_per_second", "perplexity", "top1", "valid_mass") %}
+<td>{{ r[key] or "–" }}</td>{% endfor %}</tr>{% endfor %}
 </tbody></table>{% endcall %}
-{% for r in runs if r.sample %}<h4>{{ r.name }} writes, at step {{ r.sample_step }}</h4><pre tabindex="0"><bdi>{{ r.sample }}</bdi></pre>{% endfor %}
+{% for r in runs if r.sample %}<h4>{{ r.name }} writes, at step
+{{ r.sample_step }}</h4><pre tabindex="0"><bdi>{{ r.sample }}</bdi></pre>{% endfor %}
 {% endif %}""",
     "tour": """
 <p class="step">Step {{ number }} of {{ total }}: <b>{{ title }}</b></p><p>{{ text }}</p>""",
     "examples": """
-<ul class="examples">{% for label, reason in examples %}<li><button type="button" data-example="{{ loop.index0 }}" class="chip">{{ label }}</button> {{ reason }}</li>
+<ul class="examples">{% for label, reason in examples %}
+<li><button type="button" data-example="{{ loop.index0 }}" class="chip">{{ label }}</button>
+{{ reason }}</li>
 {% endfor %}</ul>""",
     "code": """<pre tabindex="0" class="code">{{ text }}</pre>""",
     "link": """<a href="{{ url }}">Link to what you see</a>""",
@@ -934,60 +1063,99 @@ def show(name, values):
 
 CSS = """
 .mhf { font-size: 1rem; color: var(--body-text-color); }
-.mhf, .gradio-container { --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7; --c4: #b58900; --c5: #56b4e9;
+.mhf, .gradio-container { --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7;
+  --c4: #b58900; --c5: #56b4e9;
   --c6: #7f7f1f; --c7: #882255; }
-.mhf h3 { margin: 1rem 0 .3rem; font-size: 1.15rem; } .mhf h4 { margin: .2rem 0; font-size: 1.05rem; }
-.mhf p { margin: .4rem 0; } .mhf small { font-size: .85em; opacity: 1; color: var(--body-text-color); }
-.mhf table { border: 0 !important; border-collapse: collapse; font-size: .95rem; font-variant-numeric: tabular-nums; margin: .3rem 0; }
-.mhf th, .mhf td { text-align: left; padding: .2rem .6rem; border: 0; border-bottom: 1px solid var(--border-color-primary);
-  white-space: nowrap; vertical-align: middle; color: var(--body-text-color); background: transparent; font-weight: normal; }
-.mhf thead th { font-weight: 600; white-space: normal; vertical-align: bottom; } .mhf td.wide { min-width: 11rem; }
+.mhf h3 { margin: 1rem 0 .3rem; font-size: 1.15rem; } .mhf h4 { margin: .2rem 0;
+  font-size: 1.05rem; }
+.mhf p { margin: .4rem 0; } .mhf small { font-size: .85em; opacity: 1;
+  color: var(--body-text-color); }
+.mhf table { border: 0 !important; border-collapse: collapse; font-size: .95rem;
+  font-variant-numeric: tabular-nums; margin: .3rem 0; }
+.mhf th, .mhf td { text-align: left; padding: .2rem .6rem; border: 0;
+  border-bottom: 1px solid var(--border-color-primary);
+  white-space: nowrap; vertical-align: middle; color: var(--body-text-color);
+  background: transparent; font-weight: normal; }
+.mhf thead th { font-weight: 600; white-space: normal; vertical-align: bottom; } .mhf td.wide {
+  min-width: 11rem; }
 .mhf tr:hover, .mhf tr.chosen { background: var(--background-fill-secondary); }
 .mhf .scroll { overflow-x: auto; max-width: 100%; }
-.mhf .chip { display: inline-block; font-family: var(--font-mono); border: 1px solid var(--border-color-primary); border-radius: 4px;
-  padding: 0 .35em; margin: 1px; white-space: pre-wrap; overflow-wrap: anywhere; background: var(--background-fill-primary);
+.mhf .chip { display: inline-block; font-family: var(--font-mono);
+  border: 1px solid var(--border-color-primary); border-radius: 4px;
+  padding: 0 .35em; margin: 1px; white-space: pre-wrap; overflow-wrap: anywhere;
+  background: var(--background-fill-primary);
   color: var(--body-text-color); }
 .mhf .chip.marked { border: 2px solid var(--body-text-color); font-weight: 600; }
-.mhf .cell { display: inline-block; font-family: var(--font-mono); border-left: .5em solid var(--c); padding: 0 .4em; margin: 1px 2px;
+.mhf .cell { display: inline-block; font-family: var(--font-mono);
+  border-left: .5em solid var(--c); padding: 0 .4em; margin: 1px 2px;
   border-radius: 3px; background: var(--background-fill-secondary); }
 .mhf .cell i { font-style: normal; font-size: .7em; vertical-align: super; margin-right: .3em; }
 .mhf .cells { white-space: nowrap; }
-.f0 { --c: var(--c0); } .f1 { --c: var(--c1); } .f2 { --c: var(--c2); } .f3 { --c: var(--c3); } .f4 { --c: var(--c4); }
+.f0 { --c: var(--c0); } .f1 { --c: var(--c1); } .f2 { --c: var(--c2); } .f3 { --c: var(--c3); }
+.f4 { --c: var(--c4); }
 .f5 { --c: var(--c5); } .f6 { --c: var(--c6); } .f7 { --c: var(--c7); }
-.mhf .key { display: inline-block; width: .9em; height: .9em; background: var(--c, var(--body-text-color)); border-radius: 2px; vertical-align: -.1em; }
-.mhf .bar { display: block; height: .55em; background: var(--c, var(--body-text-color)); border-radius: 2px; min-width: 1px; margin: 1px 0; }
-.mhf .hatched, .mhf .unassigned { background: repeating-linear-gradient(45deg, var(--body-text-color) 0 1px, transparent 1px 5px); }
-.mhf .stack { display: flex; height: 1.2em; border-radius: 3px; overflow: hidden; gap: 1px; } .mhf .stack div { background: var(--c); height: 100%; }
-.mhf .stack .unassigned { background: repeating-linear-gradient(45deg, var(--body-text-color) 0 1px, transparent 1px 5px); }
+.mhf .key { display: inline-block; width: .9em; height: .9em;
+  background: var(--c, var(--body-text-color)); border-radius: 2px; vertical-align: -.1em; }
+.mhf .bar { display: block; height: .55em; background: var(--c, var(--body-text-color));
+  border-radius: 2px; min-width: 1px; margin: 1px 0; }
+.mhf .hatched, .mhf .unassigned {
+  background: repeating-linear-gradient(45deg, var(--body-text-color) 0 1px, transparent 1px 5px); }
+.mhf .stack { display: flex; height: 1.2em; border-radius: 3px; overflow: hidden; gap: 1px; }
+.mhf .stack div { background: var(--c); height: 100%; }
+.mhf .stack .unassigned {
+  background: repeating-linear-gradient(45deg, var(--body-text-color) 0 1px, transparent 1px 5px); }
 .mhf .stack.mass { height: 1.6em; max-width: 50rem; }
-.mhf .legend span { margin-right: 1em; } .mhf .legend svg { width: 30px; height: 8px; display: inline; }
+.mhf .legend span { margin-right: 1em; } .mhf .legend svg { width: 30px; height: 8px;
+  display: inline; }
 .mhf .fact { margin-right: 1em; white-space: nowrap; } .mhf .hint { font-size: .9rem; }
-.mhf .notice, p.notice { border-left: 4px solid var(--c1, #d55e00); padding: .4rem .8rem; background: var(--background-fill-secondary); color: var(--body-text-color); }
-.mhf .tokens { display: flex; flex-wrap: wrap; gap: 4px; max-height: 16rem; overflow-y: auto; padding: 3px; }
-.mhf .tokens button, .mhf .given { display: inline-flex; flex-direction: column; align-items: center; font-family: var(--font-mono); max-width: 100%;
-  border: 1px solid var(--border-color-primary); border-radius: 5px; padding: .15rem .45rem; min-height: 2.2rem; min-width: 1.6rem;
-  background: var(--background-fill-primary); color: var(--body-text-color); cursor: pointer; overflow-wrap: anywhere; }
+.mhf .notice, p.notice { border-left: 4px solid var(--c1, #d55e00); padding: .4rem .8rem;
+  background: var(--background-fill-secondary); color: var(--body-text-color); }
+.mhf .tokens { display: flex; flex-wrap: wrap; gap: 4px; max-height: 16rem; overflow-y: auto;
+  padding: 3px; }
+.mhf .tokens button, .mhf .given { display: inline-flex; flex-direction: column;
+  align-items: center; font-family: var(--font-mono); max-width: 100%;
+  border: 1px solid var(--border-color-primary); border-radius: 5px; padding: .15rem .45rem;
+  min-height: 2.2rem; min-width: 1.6rem;
+  background: var(--background-fill-primary); color: var(--body-text-color); cursor: pointer;
+  overflow-wrap: anywhere; }
 .mhf .given { cursor: default; border-style: dotted; justify-content: center; }
-.mhf button[aria-pressed="true"] { outline: 3px solid var(--c0, #0072b2); outline-offset: -1px; font-weight: 700; }
-.mhf button:focus-visible, .mhf .scroll:focus-visible, .mhf pre:focus-visible { outline: 3px solid var(--c1, #d55e00); }
+.mhf button[aria-pressed="true"] { outline: 3px solid var(--c0, #0072b2); outline-offset: -1px;
+  font-weight: 700; }
+.mhf button:focus-visible, .mhf .scroll:focus-visible, .mhf pre:focus-visible {
+  outline: 3px solid var(--c1, #d55e00); }
 .mhf button:hover { background: var(--background-fill-secondary); }
-.mhf .generated { border-bottom: .35rem solid color-mix(in srgb, var(--c0) var(--p), var(--border-color-primary)) !important;
-  background: color-mix(in srgb, color-mix(in srgb, var(--c5) 35%, var(--background-fill-primary)) var(--p), var(--background-fill-primary)) !important; }
-.mhf .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(15rem, 100%), 1fr)); gap: .8rem; }
-.mhf .panel { border: 1px solid var(--border-color-primary); border-radius: 6px; padding: .5rem .7rem; min-width: 0; }
-.mhf .bucket { display: block; width: 100%; text-align: left; border: 1px solid transparent; border-radius: 5px; padding: .2rem .3rem; cursor: pointer; color: var(--body-text-color); background: transparent; }
-.mhf .bucket .top { display: flex; justify-content: space-between; gap: .5em; font-variant-numeric: tabular-nums; }
+.mhf .generated { border-bottom: .35rem solid color-mix(in srgb, var(--c0) var(--p),
+  var(--border-color-primary)) !important;
+  background: color-mix(in srgb, color-mix(in srgb, var(--c5) 35%, var(--background-fill-primary))
+  var(--p), var(--background-fill-primary)) !important; }
+.mhf .panels { display: grid;
+  grid-template-columns: repeat(auto-fit, minmax(min(15rem, 100%), 1fr)); gap: .8rem; }
+.mhf .panel { border: 1px solid var(--border-color-primary); border-radius: 6px;
+  padding: .5rem .7rem; min-width: 0; }
+.mhf .bucket { display: block; width: 100%; text-align: left; border: 1px solid transparent;
+  border-radius: 5px; padding: .2rem .3rem; cursor: pointer; color: var(--body-text-color);
+  background: transparent; }
+.mhf .bucket .top { display: flex; justify-content: space-between; gap: .5em;
+  font-variant-numeric: tabular-nums; }
 .mhf .bucket.forced, .mhf .whatif button { border: 2px solid var(--c1); }
-.mhf .whatif button { border-radius: 5px; padding: 0 .5em; background: var(--background-fill-primary); color: var(--body-text-color); cursor: pointer; }
+.mhf .whatif button { border-radius: 5px; padding: 0 .5em;
+  background: var(--background-fill-primary); color: var(--body-text-color); cursor: pointer; }
 .mhf .members { font-size: .9em; }
-.mhf .arithmetic { font-family: var(--font-mono); font-size: .9rem; min-height: 3.2em; padding: .4rem .6rem; background: var(--background-fill-secondary); white-space: pre-wrap; }
-.mhf svg { max-width: 46rem; width: 100%; display: block; } .mhf svg text { fill: var(--body-text-color); font-size: 11px; }
-.mhf .grid { stroke: var(--border-color-primary); stroke-width: .5; } .mhf .line { fill: none; stroke-width: 2.5; }
-.mhf .s0 { stroke: var(--c0); } .mhf .s1 { stroke: var(--c1); stroke-dasharray: 8 4; } .mhf .s2 { stroke: var(--c2); stroke-dasharray: 2 3; } .mhf .s3 { stroke: var(--c3); stroke-dasharray: 10 3 2 3; }
-.mhf pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow-y: auto; padding: .5rem; background: var(--background-fill-secondary); color: var(--body-text-color); }
+.mhf .arithmetic { font-family: var(--font-mono); font-size: .9rem; min-height: 3.2em;
+  padding: .4rem .6rem; background: var(--background-fill-secondary); white-space: pre-wrap; }
+.mhf svg { max-width: 46rem; width: 100%; display: block; } .mhf svg text {
+  fill: var(--body-text-color); font-size: 11px; }
+.mhf .grid { stroke: var(--border-color-primary); stroke-width: .5; } .mhf .line { fill: none;
+  stroke-width: 2.5; }
+.mhf .s0 { stroke: var(--c0); } .mhf .s1 { stroke: var(--c1); stroke-dasharray: 8 4; } .mhf .s2 {
+  stroke: var(--c2); stroke-dasharray: 2 3; } .mhf .s3 { stroke: var(--c3);
+  stroke-dasharray: 10 3 2 3; }
+.mhf pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow-y: auto;
+  padding: .5rem; background: var(--background-fill-secondary); color: var(--body-text-color); }
 .mhf ul, .mhf ol { margin: .2rem 0 .2rem 1.3rem; }
 .gradio-container { max-width: 1400px !important; }
-@media (prefers-reduced-motion: reduce) { *, *::before, *::after { animation: none !important; transition: none !important; scroll-behavior: auto !important; } }
+@media (prefers-reduced-motion: reduce) { *, *::before, *::after { animation: none !important;
+  transition: none !important; scroll-behavior: auto !important; } }
 """
 
 # One listener for a whole view: it outlives what is drawn in it. The events' names are quoted.
@@ -997,7 +1165,8 @@ element.addEventListener('click', event => {
   if (!button) return;
   const d = button.dataset;
   if (d.pick !== undefined) trigger('pick', {index: Number(d.pick)});
-  else if (d.bucket !== undefined) trigger('force', {function: Number(d.function), bucket: Number(d.bucket)});
+  else if (d.bucket !== undefined)
+    trigger('force', {function: Number(d.function), bucket: Number(d.bucket)});
   else if (d.clear !== undefined) trigger('force', {function: -1, bucket: 0});
   else if (d.example !== undefined) trigger('example', {index: Number(d.example)});
   else if (d.candidate !== undefined) trigger('branch', {id: Number(d.candidate)});
@@ -1031,22 +1200,41 @@ watch('value', () => {
 # ---------------------------------------------------------------------------------------------
 
 MATHS = {
-    "signature": r"""A token's bytes are hashed with $H$ seeds: $\mathrm{id}_j = \mathrm{MurmurHash3}(\text{token}, j) \bmod (B-1) + 1$.
-If another token has all $H$ ids already, only the last is hashed again, with seeds $H, H+1, \dots$, until the signature is free.
-$V$ tokens in $B-1$ buckets: a bucket holds $V/(B-1)$ on average, and a pair of tokens shares a given id with probability $1/(B-1)$.""",
-    "gate": r"""The ids name $H$ rows $e_1, \dots, e_H$ of a table of $H \cdot B$ rows. A bottleneck scores each of them,
-$s_j = w_2 \cdot \mathrm{SiLU}(W_1 e_j + b_1) + b_2$; the gate is $\alpha = \mathrm{softmax}(s)$, and the input vector $x = W_s \sum_j \alpha_j e_j + b_s$.""",
-    "cascade": r"""$c_1 = h$, the backbone's state. For $j = 1 \dots H$: $o_j = E_j c_j$ over the $B$ buckets, $p_j = \mathrm{softmax}(o_j)$, the soft embedding
-$e_j = \sum_b p_j[b]\, E_j[b]$, and $c_{j+1} = c_j + W_{up}\,\mathrm{SiLU}(W_{dn}[c_j ; e_j] + b_{dn}) + b_{up}$. Forcing bucket $b$ puts $E_j[b]$ in the place of $e_j$.
-A model that was trained for the sum of the functions only (objective *exact*) may spread each $p_j$ thin: the hatched bars, which only count real tokens, then say more.""",
-    "probability": r"""A token's score is $\sum_j \log p_j[\mathrm{id}_j]$; its exponential is the joint probability of its signature. Most signatures belong to no token: the mass on
-those that do is the *valid mass*, by which the paper divides ($\tau = 1$). Calibrated: $\mathrm{softmax}(\text{score}/\tau)$, with $\tau$ fitted on held-out text.
-A temperature $T$ divides the scores once more. Dividing each function's logits by $T$ instead, with the same soft embeddings, would give the same
-renormalised probabilities, since the functions' log-sum-exps are the same for every token; only joint probability and valid mass would differ.""",
-    "generate": r"""Each token is drawn from $\mathrm{softmax}(\text{score}/(\tau T))$, cut to the top $k$ tokens and then to the fewest with mass $p$. Same seed, same machine, same text.""",
-    "vocabulary": r"""A standard table has $V \cdot D$ parameters and grows with every token; this one has $H \cdot B \cdot D$, for up to $(B-1)^H$ tokens. What grows is the list of ids, $V \cdot H$ integers that nobody trains.""",
-    "compare": r"""Both sides show $\mathrm{softmax}(\text{score}/\tau)$ over their own vocabulary, each with its own $\tau$, and entropies $-\sum p \log_2 p$. Tokens are matched by their bytes.""",
-    "train": r"""The same backbone, data, batches and learning rate; one model reads and predicts signatures, the other has one row for each token. Valid mass is the probability on signatures that real tokens have.""",
+    "signature": r"""A token's bytes are hashed with $H$ seeds: $\mathrm{id}_j =
+\mathrm{MurmurHash3}(\text{token}, j) \bmod (B-1) + 1$.
+If another token has all $H$ ids already, only the last is hashed again, with seeds $H, H+1,
+\dots$, until the signature is free.
+$V$ tokens in $B-1$ buckets: a bucket holds $V/(B-1)$ on average, and a pair of tokens shares a
+given id with probability $1/(B-1)$.""",
+    "gate": r"""The ids name $H$ rows $e_1, \dots, e_H$ of a table of $H \cdot B$ rows. A
+bottleneck scores each of them,
+$s_j = w_2 \cdot \mathrm{SiLU}(W_1 e_j + b_1) + b_2$; the gate is $\alpha = \mathrm{softmax}(s)$,
+and the input vector $x = W_s \sum_j \alpha_j e_j + b_s$.""",
+    "cascade": r"""$c_1 = h$, the backbone's state. For $j = 1 \dots H$: $o_j = E_j c_j$ over the
+$B$ buckets, $p_j = \mathrm{softmax}(o_j)$, the soft embedding
+$e_j = \sum_b p_j[b]\, E_j[b]$, and $c_{j+1} = c_j + W_{up}\,\mathrm{SiLU}(W_{dn}[c_j ; e_j] +
+b_{dn}) + b_{up}$. Forcing bucket $b$ puts $E_j[b]$ in the place of $e_j$.
+A model that was trained for the sum of the functions only (objective *exact*) may spread each
+$p_j$ thin: the hatched bars, which only count real tokens, then say more.""",
+    "probability": r"""A token's score is $\sum_j \log p_j[\mathrm{id}_j]$; its exponential is the
+joint probability of its signature. Most signatures belong to no token: the mass on
+those that do is the *valid mass*, by which the paper divides ($\tau = 1$). Calibrated:
+$\mathrm{softmax}(\text{score}/\tau)$, with $\tau$ fitted on held-out text.
+A temperature $T$ divides the scores once more. Dividing each function's logits by $T$ instead,
+with the same soft embeddings, would give the same
+renormalised probabilities, since the functions' log-sum-exps are the same for every token; only
+joint probability and valid mass would differ.""",
+    "generate": r"""Each token is drawn from $\mathrm{softmax}(\text{score}/(\tau T))$, cut to the
+top $k$ tokens and then to the fewest with mass $p$. Same seed, same machine, same text.""",
+    "vocabulary": r"""A standard table has $V \cdot D$ parameters and grows with every token; this
+one has $H \cdot B \cdot D$, for up to $(B-1)^H$ tokens. What grows is the list of ids, $V \cdot
+H$ integers that nobody trains.""",
+    "compare": r"""Both sides show $\mathrm{softmax}(\text{score}/\tau)$ over their own
+vocabulary, each with its own $\tau$, and entropies $-\sum p \log_2 p$. Tokens are matched by
+their bytes.""",
+    "train": r"""The same backbone, data, batches and learning rate; one model reads and predicts
+signatures, the other has one row for each token. Valid mass is the probability on signatures that
+real tokens have.""",
 }
 CODE = {  # what the views show is computed here
     "signature": ("SignatureTable._tries", "SignatureTable._free_signature"),
@@ -1061,68 +1249,38 @@ CODE = {  # what the views show is computed here
     "generate": ("_generate",),
     "vocabulary": ("MultiHashFormer.expand", "SignatureTable.extend"),
 }
-TOUR = [  # title, text, view, prompt or None
-    (
-        "A prompt becomes tokens",
-        "The tokenizer cuts the text into pieces; each has a number. Spaces and line ends are drawn as signs. Choose a token: every view follows.",
-        "signature",
-        "**ROMEO**  \nBut, soft! what light through yonder",
-    ),
-    (
-        "A token is a signature",
-        "Its bytes, hashed with different seeds, give one id for each function. No two tokens have the same ids, though single buckets are shared.",
-        "signature",
-        None,
-    ),
-    (
-        "Sharing a bucket is normal",
-        "The table has far fewer rows than tokens times functions. The tokens in a bucket share its row; only together do the ids tell tokens apart.",
-        "signature",
-        None,
-    ),
-    (
-        "The gate weighs the rows",
-        "A small network scores each row, and a softmax turns scores into weights. The check below the table adds the rows up again.",
-        "gate",
-        None,
-    ),
-    (
-        "Even a rare symbol works",
-        "An emoji is a few byte tokens here, and every byte has a signature, too: nothing is ever unknown.",
-        "gate",
-        "**JULIET**  \nO 😀",
-    ),
-    (
-        "The cascade predicts id after id",
-        "The first function's distribution becomes a mixture of rows, the soft embedding, which the next function sees. Watch how few tokens stay compatible.",
-        "cascade",
-        "**HAMLET**  \nTo be, or not to be, that is the",
-    ),
-    (
-        "What if?",
-        "Choose a bucket of function 1: its row takes the mixture's place, and the later functions and the result follow.",
-        "cascade",
-        None,
-    ),
-    (
-        "From H numbers to one probability",
-        "Log probabilities add up. Most signatures belong to nobody, so the sum is renormalised over real tokens, then calibrated. Move the sliders: the model does not run again.",
-        "probability",
-        None,
-    ),
-    (
-        "Writing",
-        "Generate some tokens, then choose one of them: the other views go to the step at which it was drawn. Or go on with another candidate.",
-        "generate",
-        None,
-    ),
-    (
-        "A new word costs nothing",
-        "Add a word in any script. It gets a free signature and adds 0 parameters; a standard model needs a new row for each.",
-        "vocabulary",
-        None,
-    ),
-]
+TOUR = [  # title, view, prompt or None, text
+    ("A prompt becomes tokens", "signature", "**ROMEO**  \nBut, soft! what light through yonder",
+     """The tokenizer cuts the text into pieces; each has a number. Spaces and line ends are drawn
+     as signs. Choose a token: every view follows."""),
+    ("A token is a signature", "signature", None,
+     """Its bytes, hashed with different seeds, give one id for each function. No two tokens have
+     the same ids, though single buckets are shared."""),
+    ("Sharing a bucket is normal", "signature", None,
+     """The table has far fewer rows than tokens times functions. The tokens in a bucket share its
+     row; only together do the ids tell tokens apart."""),
+    ("The gate weighs the rows", "gate", None,
+     """A small network scores each row, and a softmax turns scores into weights. The check adds
+     the weighted rows up once more and compares them with the model's own input vector."""),
+    ("Nothing is unknown", "gate", "**JULIET**  \nO 😀",
+     "An emoji is a few byte tokens here, and every byte has a signature, too."),
+    ("The cascade predicts id after id", "cascade",
+     "**HAMLET**  \nTo be, or not to be, that is the",
+     """The first function's distribution becomes a mixture of rows, the soft embedding, which the
+     next function sees. Watch how few tokens stay compatible."""),
+    ("What if?", "cascade", None,
+     """Choose a bucket of function 1: its row takes the mixture's place, and the later functions
+     and the result follow."""),
+    ("From H numbers to one probability", "probability", None,
+     """Log probabilities add up. Most signatures belong to nobody, so the sum is renormalised over
+     the real tokens, then calibrated. Move the sliders: the model does not run again."""),
+    ("Writing", "generate", None,
+     """Generate some tokens, then choose one of them: the other views go to the step at which it
+     was drawn. Or go on with another candidate."""),
+    ("A new word costs nothing", "vocabulary", None,
+     """Add a word in any script. It gets a free signature and adds 0 parameters; a standard model
+     needs a new row for each."""),
+]  # fmt: skip
 TABS = {
     "signature": "Signature",
     "gate": "Gate",
@@ -1140,8 +1298,8 @@ def examples(checkpoint):
     if checkpoint.tokenizer is None:
         return [("token ids", "1 2 3", "this checkpoint has no tokenizer of this project")]
     found = [
-        ("Romeo", TOUR[0][3], "a line that the model has read: watch how sure it is"),
-        ("Hamlet", TOUR[5][3], "after a name and two spaces the play goes on"),
+        ("Romeo", TOUR[0][2], "a line that the model has read: watch how sure it is"),
+        ("Hamlet", TOUR[5][2], "after a name and two spaces the play goes on"),
         ("modern", "The computer is", "words that Shakespeare did not have fall into pieces"),
         ("emoji", "O 😀", "bytes are tokens, too: nothing is unknown"),
         ("right to left", "سلام", "Arabic, byte by byte, drawn in its own direction"),
@@ -1174,11 +1332,12 @@ def source(name):
 # Training in class: train.py itself, twice, watched through its log
 # ---------------------------------------------------------------------------------------------
 
-CLASS_FLAGS = (
-    "--data pydocs --tokenizer bpe:1024 --preset tiny --hidden_size 64 --num_hidden_layers 2 "
-    "--num_buckets 256 --bottle_neck_dim 32 --intermediate_size 192 --max_position_embeddings 64 "
-    "--tokens_per_step 1024 --threads 1 --eval_every 50 --device cpu"
-).split()
+CLASS_FLAGS = {
+    "data": "pydocs", "tokenizer": "bpe:1024", "preset": "tiny", "hidden_size": 64,
+    "num_hidden_layers": 2, "num_buckets": 256, "bottle_neck_dim": 32, "intermediate_size": 192,
+    "max_position_embeddings": 64, "tokens_per_step": 1024, "eval_every": 50, "threads": 1,
+    "device": "cpu",
+}  # fmt: skip
 
 
 class Classroom:
@@ -1195,8 +1354,9 @@ class Classroom:
             stamp = time.strftime("%m%d-%H%M%S")
             self.runs = {kind: f"class-{stamp}-{kind}" for kind in ("mhf", "standard")}
             for kind, name in self.runs.items():
-                flags = [*CLASS_FLAGS, "--steps", str(int(steps)), "--model", kind]
-                self._launch(kind, [*flags, "--out", str(self.out), "--name", name])
+                given = {"steps": int(steps), "model": kind, "out": self.out, "name": name}
+                flags = [(f"--{key}", str(value)) for key, value in (CLASS_FLAGS | given).items()]
+                self._launch(kind, sum(flags, ()))
 
     def resume(self):
         with self.lock:
@@ -1208,7 +1368,7 @@ class Classroom:
                 self._launch(kind, ["--resume", str(self.out / name)])
 
     def _launch(self, kind, flags):
-        log = tempfile.TemporaryFile()
+        log = tempfile.TemporaryFile()  # noqa: SIM115
         self.processes[kind] = subprocess.Popen(
             [sys.executable, str(HERE / "train.py"), *flags], stdout=log, stderr=log
         )
@@ -1229,7 +1389,7 @@ class Classroom:
                 process.kill()
 
     def status(self):
-        """[{name, state, parameters, step, loss, …, sample, curve}] of both runs, from their logs."""
+        """[{name, state, parameters, step, loss, …, sample, curve}] of both runs."""
         return [self._status(kind, self.out / name) for kind, name in self.runs.items()]
 
     def _status(self, kind, run):
@@ -1238,9 +1398,7 @@ class Classroom:
             code = process.poll()
         try:
             sizes = json.loads((run / "run.json").read_text(encoding="utf-8"))["parameters"]
-            found["parameters"] = (
-                f"{sum(sizes[k] for k in ('table', 'embedding', 'blocks', 'decoder')):,} ({sizes['table']:,})"
-            )
+            found["parameters"] = f"{sizes['total']:,} ({sizes['table']:,})"
             rows = list(csv.DictReader(io.StringIO((run / "log.csv").read_text(encoding="utf-8"))))
             parts = (run / "samples.txt").read_text(encoding="utf-8").split("--- step ")
         except (OSError, ValueError, KeyError):
@@ -1368,13 +1526,13 @@ def draw(lab, session, temperature, top_k, top_p):
     checkpoint, trace = current(lab, session), session["trace"]
     return [
         session,
-        show("tokens", view_tokens(session)),
         show("signature", view_signature(trace, checkpoint.facts)),
         show("gate", view_gate(trace)),
         show("cascade", view_cascade(trace)),
         show("probability", view_probability(trace, temperature, top_k, top_p)),
         show("generate", view_generate(session, checkpoint.names)),
         show("vocabulary", view_vocabulary(session, checkpoint)),
+        show("tokens", view_tokens(session)),
         show("link", {"url": permalink(session, temperature, top_k, top_p)}),
     ]
 
@@ -1400,7 +1558,7 @@ def inspect_prompt(lab, prompt, position=-1, top_k=TOP, force=None, checkpoint="
     return {k: v for k, v in trace.items() if k != "scores"} | {"ids": ids}
 
 
-DRAWN = "tokens signature gate cascade probability generate vocabulary link".split()
+DRAWN = [*list(TABS)[:6], "tokens", "link"]  # what every event draws anew
 PUBLIC = {"api_visibility": "public"}
 
 
@@ -1574,7 +1732,7 @@ class Page:
                 self.further = gr.Button("Continue", elem_id="fit-on")
 
     def tour_html(self, step):
-        title, text, _, _ = TOUR[step]
+        title, _, _, text = TOUR[step]
         return show("tour", {"number": step + 1, "total": len(TOUR), "title": title, "text": text})
 
     def examples_html(self, session):
@@ -1666,7 +1824,7 @@ class Page:
         return self.drawn(open_prompt(self.lab, session, prompt), cuts)
 
     def on_checkpoint(self, session, *args):
-        """Another model reads the same prompt; words belong to the checkpoint they were added to."""
+        """Another model reads the same prompt; words stay with the one they were added to."""
         *cuts, name = args
         lab, session = self.lab, session | {"checkpoint": name, "words": []}
         try:
@@ -1683,7 +1841,7 @@ class Page:
     def on_tour(self, by, session, *args):
         *cuts, step = args
         step = max(0, min(len(TOUR) - 1, step + by))
-        _, _, tab, prompt = TOUR[step]
+        _, tab, prompt, _ = TOUR[step]
         session = session | {"tab": tab}
         if prompt and current(self.lab, session).tokenizer:
             session = open_prompt(self.lab, session, prompt)
@@ -1880,9 +2038,8 @@ def selftest(address):
 
     trace = Client(address, verbose=False).predict("O Romeo", api_name="/inspect")
     token = trace["top_tokens"][0]
-    print(
-        f"selftest: after 'O Romeo' most probably {glyph(token)}, {percent(math.exp(token['log_prob']))}"
-    )
+    best = f"{glyph(token)}, {percent(math.exp(token['log_prob']))}"
+    print(f"selftest: after 'O Romeo' most probably {best}")
 
 
 def main(argv=None):
