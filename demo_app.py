@@ -8,6 +8,7 @@ is in the user's own session; models are shared and never changed.
 
 import argparse
 import atexit
+import contextlib
 import copy
 import csv
 import functools
@@ -270,7 +271,6 @@ FRESH = {
     "log_probs": {},  # of generated tokens, by their place in ids
     "seed": 0,
     "notice": "",
-    "tab": "signature",
     "default": None,  # the checkpoint at the start
 }
 
@@ -1442,9 +1442,9 @@ def view_train(status):
 # ---------------------------------------------------------------------------------------------
 
 
-def permalink(session, temperature, top_k, top_p):
+def permalink(session, temperature, top_k, top_p, tab):
     """The query string of what is seen: parts that are as at the start are left out."""
-    parts = [("prompt", session["prompt"]), ("tab", session["tab"])]
+    parts = [("prompt", session["prompt"]), ("tab", tab)]
     if session["checkpoint"] != session["default"]:
         parts.append(("checkpoint", session["checkpoint"]))
     if session["position"] != len(session["ids"]) - 1:
@@ -1460,7 +1460,7 @@ def permalink(session, temperature, top_k, top_p):
 
 
 def from_link(lab, session, query):
-    """(session, slider values) of a query string's {name: [values]}; what is wrong is left out."""
+    """(session, [sliders, tab]) of a query string's {name: [values]}; what is wrong is left out."""
     wrong, values = [], [default for default, _, _ in SLIDERS.values()]
 
     def whole(name, low, high):
@@ -1483,8 +1483,8 @@ def from_link(lab, session, query):
     if name := (query.get("checkpoint") or [""])[0]:
         session = session | {"checkpoint": name} if name in lab.paths() else session
         wrong += ["checkpoint"] * (name not in lab.paths())
-    if (tab := (query.get("tab") or ["signature"])[0]) in TABS:
-        session = session | {"tab": tab}
+    tab = (query.get("tab") or ["signature"])[0]
+    wrong += ["tab"] * (tab not in TABS)
     prompt = (query.get("prompt") or [examples(lab.get(session["checkpoint"]))[0][1]])[0]
     try:
         if words := query.get("word"):
@@ -1518,11 +1518,11 @@ def from_link(lab, session, query):
     if wrong:
         said = f"The link's {', '.join(sorted(set(wrong)))} could not be used and was left out."
         session = session | {"notice": said}
-    return session, values
+    return session, [*values, tab if tab in TABS else "signature"]
 
 
-def draw(lab, session, temperature, top_k, top_p):
-    """The session and the HTML of all views, in the order of the page's outputs."""
+def draw(lab, session, temperature, top_k, top_p, tab="signature"):
+    """The session and the HTML of all views, in the order of DRAWN."""
     checkpoint, trace = current(lab, session), session["trace"]
     return [
         session,
@@ -1533,7 +1533,7 @@ def draw(lab, session, temperature, top_k, top_p):
         show("generate", view_generate(session, checkpoint.names)),
         show("vocabulary", view_vocabulary(session, checkpoint)),
         show("tokens", view_tokens(session)),
-        show("link", {"url": permalink(session, temperature, top_k, top_p)}),
+        show("link", {"url": permalink(session, temperature, top_k, top_p, tab)}),
     ]
 
 
@@ -1559,48 +1559,41 @@ def inspect_prompt(lab, prompt, position=-1, top_k=TOP, force=None, checkpoint="
 
 
 DRAWN = [*list(TABS)[:6], "tokens", "link"]  # what every event draws anew
-PUBLIC = {"api_visibility": "public"}
 
 
-def refusing_plainly(work):
-    """For the endpoint: a mistake is the sentence itself."""
-
-    @functools.wraps(work)
-    def once(*args):
-        try:
-            return work(*args)
-        except ValueError as error:
-            raise gr.Error(str(error), print_exception=False) from None
-
-    return once
+@contextlib.contextmanager
+def told(plain):
+    """A ValueError becomes a message. It may hold user text, and the page takes HTML for one."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error) if plain else str(error).replace("&", "&amp;").replace("<", "&lt;")
+        raise gr.Error(text, title="Not done", print_exception=False) from None
 
 
-def refusing(work):
-    """A mistake is one sentence on the page. It may hold a user's text: shown as text, not HTML."""
-
-    def refuse(error):
-        text = str(error).replace("&", "&amp;").replace("<", "&lt;")
-        return gr.Error(text, title="Not done", print_exception=False)
+def refusing(work, plain=False):
+    """The handler, a function or a generator, with its mistakes told in one sentence."""
 
     @functools.wraps(work)
     def once(*args):
-        try:
+        with told(plain):
             return work(*args)
-        except ValueError as error:
-            raise refuse(error) from None
 
     @functools.wraps(work)
     def stream(*args):
-        try:
+        with told(plain):
             yield from work(*args)
-        except ValueError as error:
-            raise refuse(error) from None
 
     return stream if inspect.isgeneratorfunction(work) else once
 
 
 def html(name, value, events=CLICKS):
     return gr.HTML(value, elem_id=name, js_on_load=events)
+
+
+def textbox(label, name, value=""):
+    how = dict(lines=2, max_lines=6, scale=4, min_width=250)
+    return gr.Textbox(value, label=label, elem_id=name, **how)
 
 
 def sliders():
@@ -1617,7 +1610,8 @@ def sliders():
 class Page:
     """The page: what it shows at the start, and what each event does.
 
-    Every handler gets the session and the three sliders first, and gives what `draw` gives.
+    Every handler gets the session, the three sliders and the tab (`seen`) first, then its own
+    inputs, and gives what `draw` gives, then its own outputs.
     """
 
     def __init__(self, lab, classroom=None, why_no_class=""):
@@ -1634,7 +1628,8 @@ class Page:
         self.first = dict(zip(("session", *DRAWN), first, strict=True))
         self.places = {}
         with gr.Blocks(title="MultiHashFormer", analytics_enabled=False) as self.demo:
-            self.session, self.step = gr.State(self.begin), gr.State(0)
+            self.session = gr.State(self.begin)
+            self.step, self.at = gr.State(0), gr.State("signature")  # of the tour; the tab
             self.head(start)
             with gr.Tabs(selected="signature", elem_id="views") as self.tabs:
                 for name, title in TABS.items():
@@ -1660,15 +1655,7 @@ class Page:
                 self.back = gr.Button("Back", size="sm", elem_id="tour-back")
                 self.forth = gr.Button("Next", size="sm", elem_id="tour-next")
         with gr.Row():
-            self.prompt = gr.Textbox(
-                start,
-                label="Prompt",
-                lines=2,
-                max_lines=6,
-                scale=4,
-                min_width=250,
-                elem_id="prompt",
-            )
+            self.prompt = textbox("Prompt", "prompt", start)
             with gr.Column(scale=1, min_width=200):
                 self.choice = self.checkpoints("Checkpoint", "checkpoint")
                 self.look = gr.Button("Look inside", variant="primary", elem_id="look")
@@ -1706,8 +1693,7 @@ class Page:
 
     def controls_vocabulary(self):
         with gr.Row():
-            label = "New tokens, one a line, in any script"
-            self.words = gr.Textbox(label=label, lines=2, scale=3, min_width=250, elem_id="words")
+            self.words = textbox("New tokens, one a line, in any script", "words")
             with gr.Column(scale=1, min_width=200):
                 self.space = gr.Checkbox(True, label="with a space in front, as inside a sentence")
                 self.add = gr.Button("Add", variant="primary", elem_id="add")
@@ -1715,10 +1701,7 @@ class Page:
 
     def controls_compare(self):
         with gr.Row():
-            label = "Second prompt (empty: the same)"
-            self.other_prompt = gr.Textbox(
-                label=label, lines=2, scale=3, min_width=250, elem_id="other-prompt"
-            )
+            self.other_prompt = textbox("Second prompt (empty: the same)", "other-prompt")
             with gr.Column(scale=1, min_width=200):
                 self.other = self.checkpoints("Second checkpoint", "other-checkpoint")
                 self.against = gr.Button("Compare", variant="primary", elem_id="against")
@@ -1749,7 +1732,7 @@ class Page:
     def wire(self):
         """Every event: all that runs a model waits in one queue, the rest is answered at once."""
         everything = [self.session, *(self.views[name] for name in DRAWN)]
-        with_prompt, given = [*everything, self.prompt], [self.session, *self.cuts]
+        with_prompt, given = [*everything, self.prompt], [self.session, *self.cuts, self.at]
         model = dict(api_visibility="private", concurrency_id="model", concurrency_limit=1)
         light = dict(api_visibility="private", queue=False, show_progress="hidden")
 
@@ -1758,14 +1741,24 @@ class Page:
             return event(refusing(work), [*given, *inputs], outputs, **how)
 
         views, page = self.views, [*with_prompt, self.choice, self.other, self.examples]
-        on(self.demo.load, self.on_load, (), [*page, *self.cuts, *self.mirrored, self.tabs])
+        on(
+            self.demo.load,
+            self.on_load,
+            (),
+            [*page, *self.cuts, self.at, *self.mirrored, self.tabs],
+        )
         for event in (self.look.click, self.prompt.submit):
             on(event, self.on_look, [self.prompt], show_progress="full")
         on(self.choice.input, self.on_checkpoint, [self.choice], [*with_prompt, self.examples])
         on(self.examples.example, self.on_example, (), with_prompt)
         for button, by in ((self.back, -1), (self.forth, 1)):
             work = functools.partial(self.on_tour, by)
-            on(button.click, work, [self.step], [*with_prompt, self.step, self.tour, self.tabs])
+            on(
+                button.click,
+                work,
+                [self.step],
+                [*with_prompt, self.step, self.tour, self.at, self.tabs],
+            )
         for name in ("tokens", "generate"):
             on(views[name].pick, self.on_pick)
         on(views["cascade"].force, self.on_force)
@@ -1784,11 +1777,12 @@ class Page:
             own.change(refusing(self.on_slide), **slide, **light, trigger_mode="always_last")
         for name, tab in self.places.items():
             work = functools.partial(self.on_tab, name)
-            tab.select(work, given, [self.session, views["link"]], **light)
+            tab.select(work, given, [self.at, views["link"]], **light)
         self.export.click(self.on_export, self.session, self.saved, **light)
         for choice in (self.choice, self.other):
             choice.focus(lambda: gr.Dropdown(choices=list(self.lab.paths())), None, choice, **light)
-        gr.api(refusing_plainly(self.api_inspect), api_name="inspect", **model | PUBLIC)
+        model["api_visibility"] = "public"
+        gr.api(refusing(self.api_inspect, plain=True), api_name="inspect", **model)
         self.wire_training(light)
 
     def wire_training(self, light):
@@ -1803,56 +1797,50 @@ class Page:
             button.click(refusing(work), inputs, [view, timer], **light)
         timer.tick(self.on_tick, None, [view, timer], **light)
 
-    def drawn(self, session, cuts):
-        return draw(self.lab, session, *cuts)
+    def drawn(self, session, seen):
+        return draw(self.lab, session, *seen)
 
-    def on_load(self, request: gr.Request, session, *cuts):
+    def on_load(self, request: gr.Request, session, *seen):
         query = urllib.parse.parse_qs(str(request.query_params), max_num_fields=100)
         session, values = from_link(self.lab, self.fresh, query)
         choices = [gr.Dropdown(choices=list(self.lab.paths()), value=session["checkpoint"])] * 2
         start = [session["prompt"], *choices, self.examples_html(session)]
-        return [
-            *self.drawn(session, values),
-            *start,
-            *values,
-            *values,
-            gr.Tabs(selected=session["tab"]),
-        ]
+        drawn, tabs = self.drawn(session, values), gr.Tabs(selected=values[-1])
+        return [*drawn, *start, *values, *values[:3], tabs]
 
     def on_look(self, session, *args):
-        *cuts, prompt = args
-        return self.drawn(open_prompt(self.lab, session, prompt), cuts)
+        *seen, prompt = args
+        return self.drawn(open_prompt(self.lab, session, prompt), seen)
 
     def on_checkpoint(self, session, *args):
         """Another model reads the same prompt; words stay with the one they were added to."""
-        *cuts, name = args
+        *seen, name = args
         lab, session = self.lab, session | {"checkpoint": name, "words": []}
         try:
             session = open_prompt(lab, session, session["prompt"])
         except ValueError:  # a checkpoint that takes token ids, or back from one
             session = open_prompt(lab, session, examples(lab.get(name))[0][1])
-        return [*self.drawn(session, cuts), session["prompt"], self.examples_html(session)]
+        return [*self.drawn(session, seen), session["prompt"], self.examples_html(session)]
 
-    def on_example(self, event: gr.EventData, session, *cuts):
+    def on_example(self, event: gr.EventData, session, *seen):
         found = examples(self.lab.get(session["checkpoint"]))
         prompt = found[int(event.index) % len(found)][1]
-        return [*self.drawn(open_prompt(self.lab, session, prompt), cuts), prompt]
+        return [*self.drawn(open_prompt(self.lab, session, prompt), seen), prompt]
 
     def on_tour(self, by, session, *args):
-        *cuts, step = args
+        *seen, step = args
         step = max(0, min(len(TOUR) - 1, step + by))
         _, tab, prompt, _ = TOUR[step]
-        session = session | {"tab": tab}
         if prompt and current(self.lab, session).tokenizer:
             session = open_prompt(self.lab, session, prompt)
-        drawn = self.drawn(session, cuts)
-        return [*drawn, session["prompt"], step, self.tour_html(step), gr.Tabs(selected=tab)]
+        drawn, tour = self.drawn(session, [*seen[:3], tab]), self.tour_html(step)
+        return [*drawn, session["prompt"], step, tour, tab, gr.Tabs(selected=tab)]
 
-    def on_pick(self, event: gr.EventData, session, *cuts):
+    def on_pick(self, event: gr.EventData, session, *seen):
         at = max(0, min(len(session["ids"]) - 1, int(event.index)))
-        return self.drawn(trace_again(self.lab, session, position=at, force={}), cuts)
+        return self.drawn(trace_again(self.lab, session, position=at, force={}), seen)
 
-    def on_force(self, event: gr.EventData, session, *cuts):
+    def on_force(self, event: gr.EventData, session, *seen):
         """Force a bucket, or let go of it if it is forced; function −1 lets go of all."""
         j, bucket, force = str(int(event.function)), int(event.bucket), dict(session["force"])
         if j == "-1":
@@ -1861,15 +1849,15 @@ class Page:
             del force[j]
         else:
             force[j] = bucket
-        return self.drawn(trace_again(self.lab, session, force=force), cuts)
+        return self.drawn(trace_again(self.lab, session, force=force), seen)
 
     def on_generate(self, session, *args, ids=None, start=None):
-        temperature, top_k, top_p, many, seed = args
-        steps = generate(self.lab, session, many, temperature, top_k, top_p, seed or 0, ids, start)
+        *seen, many, seed = args
+        steps = generate(self.lab, session, many, *seen[:3], seed or 0, ids, start)
         names = current(self.lab, session).names
         for session in steps:
             if session["trace"] is not None:
-                yield self.drawn(session, args[:3])
+                yield self.drawn(session, seen)
                 continue
             skip = dict.fromkeys(DRAWN, gr.skip())
             skip["generate"] = show("generate", view_generate(session, names))
@@ -1886,29 +1874,27 @@ class Page:
         ids = [*session["ids"][: at + 1], candidate]
         yield from self.on_generate(session | {"log_probs": log_probs}, *args, ids=ids, start=start)
 
-    def on_stop(self, session, *cuts):
-        position = (
-            max(0, len(session["ids"]) - 2) if session["trace"] is None else session["position"]
-        )
-        return self.drawn(trace_again(self.lab, session, position=position), cuts)
+    def on_stop(self, session, *seen):
+        if session["trace"] is None:  # in the midst of it
+            session = trace_again(self.lab, session, position=max(0, len(session["ids"]) - 2))
+        return self.drawn(session, seen)
 
-    def on_slide(self, session, *cuts):
+    def on_slide(self, session, *seen):
         if session["trace"] is None:
             return gr.skip(), gr.skip()
-        link = show("link", {"url": permalink(session, *cuts)})
-        return show("probability", view_probability(session["trace"], *cuts)), link
+        link = show("link", {"url": permalink(session, *seen)})
+        return show("probability", view_probability(session["trace"], *seen[:3])), link
 
-    def on_tab(self, name, session, *cuts):
-        session = session | {"tab": name}
-        return session, show("link", {"url": permalink(session, *cuts)})
+    def on_tab(self, name, session, *seen):
+        return name, show("link", {"url": permalink(session, *seen[:3], name)})
 
     def on_add(self, session, *args):
-        *cuts, words, space = args
-        return [*self.drawn(add_words(self.lab, session, words, space), cuts), ""]
+        *seen, words, space = args
+        return [*self.drawn(add_words(self.lab, session, words, space), seen), ""]
 
-    def on_forget(self, session, *cuts):
+    def on_forget(self, session, *seen):
         session = open_prompt(self.lab, session | {"words": []}, session["prompt"])
-        return self.drawn(session, cuts)
+        return self.drawn(session, seen)
 
     def on_compare(self, session, *args):
         *_, prompt, name = args
@@ -1946,7 +1932,7 @@ class Page:
 
     def on_fit(self, steps):
         self.classroom.start(steps)
-        return self.on_tick()[0], gr.Timer(active=True)
+        return self.on_tick()
 
     def on_halt(self):
         self.classroom.stop()
@@ -1954,7 +1940,7 @@ class Page:
 
     def on_further(self):
         self.classroom.resume()
-        return self.on_tick()[0], gr.Timer(active=True)
+        return self.on_tick()
 
     def on_tick(self):
         return show("train", self.training()), gr.Timer(active=self.classroom.busy())
