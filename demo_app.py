@@ -649,12 +649,7 @@ def chart(series, x_label, y_label, log=False):
     (x0, x1), (y0, y1) = (min(xs), max(xs)), (min(ys), max(ys))
     place_x = lambda x: 60 + 530 * (scale(x) - x0) / ((x1 - x0) or 1)  # noqa: E731
     place_y = lambda y: 230 - 215 * (scale(y) - y0) / ((y1 - y0) or 1)  # noqa: E731
-    if log:
-        x_ticks = [10**k for k in range(math.ceil(x0), math.floor(x1) + 1)]
-        y_ticks = [10**k for k in range(math.ceil(y0), math.floor(y1) + 1)]
-    else:
-        x_ticks = [x0 + (x1 - x0) * k / 4 for k in range(5)]
-        y_ticks = [y0 + (y1 - y0) * k / 4 for k in range(5)]
+    x_ticks, y_ticks = _ticks(x0, x1, log), _ticks(y0, y1, log)
     return {
         "lines": [
             {
@@ -673,6 +668,15 @@ def chart(series, x_label, y_label, log=False):
             f"{n}: {_short(v[-1][1])} at {_short(v[-1][0])}" for n, v in series.items() if v
         ),
     }
+
+
+def _ticks(low, high, log):
+    """Round numbers from low to high; on a log scale the powers of ten between their exponents."""
+    if log:
+        return [10**k for k in range(math.ceil(low), math.floor(high) + 1)]
+    size = 10 ** math.floor(math.log10((high - low) / 3 or 1))
+    step = next(size * k for k in (5, 2, 1) if (high - low) / (size * k) >= 3 or k == 1)
+    return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _short(x):
@@ -917,7 +921,8 @@ token</small>{% endif %}</span></button>
 {{ p.compatible_mass|percent }}.</p>
 {% if p.soft_embedding_norm is not none %}<p>Hands on a vector of norm
 <b>{{ "%.3f"|format(p.soft_embedding_norm) }}</b>,
-{{ "the forced row" if p.forced is not none else "the mixture of its rows" }}. Nearest rows (cosine):</p>
+{{ "the forced row" if p.forced is not none else "the mixture of its rows" }}.
+Nearest rows (cosine):</p>
 <ul>{% for n in p.nearest %}<li>{{ n.bucket }} ({{ "%.2f"|format(n.cosine) }})
 {{ chips(n.chips) }}</li>{% endfor %}</ul>
 {% else %}<p>The last function hands nothing on.</p>{% endif %}</section>
@@ -1078,6 +1083,7 @@ CSS = """
   background: transparent; font-weight: normal; }
 .mhf thead th { font-weight: 600; white-space: normal; vertical-align: bottom; } .mhf td.wide {
   min-width: 11rem; }
+.mhf tr, .mhf thead, .mhf tbody { border: 0 !important; }
 .mhf tr:hover, .mhf tr.chosen { background: var(--background-fill-secondary); }
 .mhf .scroll { overflow-x: auto; max-width: 100%; }
 .mhf .chip { display: inline-block; font-family: var(--font-mono);
@@ -1140,7 +1146,7 @@ CSS = """
 .mhf .bucket.forced, .mhf .whatif button { border: 2px solid var(--c1); }
 .mhf .whatif button { border-radius: 5px; padding: 0 .5em;
   background: var(--background-fill-primary); color: var(--body-text-color); cursor: pointer; }
-.mhf .members { font-size: .9em; }
+.mhf .members { font-size: .9em; font-weight: normal; }
 .mhf .arithmetic { font-family: var(--font-mono); font-size: .9rem; min-height: 3.2em;
   padding: .4rem .6rem; background: var(--background-fill-secondary); white-space: pre-wrap; }
 .mhf svg { max-width: 46rem; width: 100%; display: block; } .mhf svg text {
@@ -1248,9 +1254,11 @@ CODE = {  # what the views show is computed here
     ),
     "generate": ("_generate",),
     "vocabulary": ("MultiHashFormer.expand", "SignatureTable.extend"),
+    "compare": ("LanguageModel.log_probs",),
+    "train": ("LanguageModel.loss", "MultiHashFormer.nll"),
 }
 TOUR = [  # title, view, prompt or None, text
-    ("A prompt becomes tokens", "signature", "**ROMEO**  \nBut, soft! what light through yonder",
+    ("A prompt becomes tokens", "signature", "**JULIET**  \nO Romeo, Romeo! wherefore art",
      """The tokenizer cuts the text into pieces; each has a number. Spaces and line ends are drawn
      as signs. Choose a token: every view follows."""),
     ("A token is a signature", "signature", None,
@@ -1298,7 +1306,8 @@ def examples(checkpoint):
     if checkpoint.tokenizer is None:
         return [("token ids", "1 2 3", "this checkpoint has no tokenizer of this project")]
     found = [
-        ("Romeo", TOUR[0][2], "a line that the model has read: watch how sure it is"),
+        ("Juliet", TOUR[0][2], "a line that the model has read: watch how sure it is"),
+        ("Romeo", "**ROMEO**  \nBut, soft! what light through yonder", "another, less sure"),
         ("Hamlet", TOUR[5][2], "after a name and two spaces the play goes on"),
         ("modern", "The computer is", "words that Shakespeare did not have fall into pieces"),
         ("emoji", "O 😀", "bytes are tokens, too: nothing is unknown"),
@@ -1319,7 +1328,7 @@ def examples(checkpoint):
 def source(name):
     """The source of the parts of mhf.py behind a view, as it stands in the file."""
     parts = []
-    for path in CODE.get(name, ()):
+    for path in CODE[name]:
         try:
             found = functools.reduce(getattr, path.split("."), mhf)
             parts.append(f"# mhf.{path}\n" + inspect.cleandoc("\n" + inspect.getsource(found)))
@@ -1432,8 +1441,8 @@ def view_train(status):
     series = {run["name"]: run["curve"] for run in runs if run["curve"]}
     for run in runs:
         for key in ("loss", "perplexity", "top1", "valid_mass", "tokens_per_second"):
-            if run.get(key):
-                run[key] = f"{float(run[key]):.4g}"
+            value = float(run.get(key) or "nan")  # the standard model has no valid mass
+            run[key] = "–" if math.isnan(value) else f"{value:,.4g}"
     return {"runs": runs, "curve": chart(series, "step", "training loss")}
 
 
@@ -1674,9 +1683,8 @@ class Page:
             gr.Markdown(
                 MATHS[name], latex_delimiters=[{"left": "$", "right": "$", "display": False}]
             )
-        if name in CODE:
-            with gr.Accordion("The code", open=False):
-                gr.HTML(show("code", {"text": source(name)}))
+        with gr.Accordion("The code", open=False):
+            gr.HTML(show("code", {"text": source(name)}))
         self.places[name] = tab
 
     def controls_probability(self):
