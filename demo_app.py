@@ -476,6 +476,7 @@ def view_gate(trace):
         "detail": [
             dict(zip(("id", "norm", "score", "alpha"), part, strict=True)) for part in parts
         ],
+        "names": [f"α{j + 1}" for j in range(len(token["gate"]))],
         "residual": token["residual"],
         "worst": None if None in residuals else max(residuals),
         "hidden": len(tokens) - len(rows),
@@ -545,7 +546,8 @@ def view_probability(trace, temperature=1.0, top_k=0, top_p=1.0):
     shown = sum(row["drawn"] for row in rows)
     return {
         "rows": rows,
-        "H": len(entries[0].get("log_p", ())),
+        "H": (H := len(entries[0].get("log_p", ()))),
+        "heads": _heads(H, trace["calibration"]),
         "valid_mass": trace.get("valid_mass"),
         "calibration": trace["calibration"],
         "kept": len(drawn),
@@ -553,6 +555,14 @@ def view_probability(trace, temperature=1.0, top_k=0, top_p=1.0):
         "settings": (temperature, int(top_k), top_p),
         "forced": trace.get("forced"),
     }
+
+
+def _heads(H, calibration):
+    if not H:  # the standard model
+        return ["token", "calibrated", "drawn with the sliders"]
+    logs = [f"log p{j + 1}" for j in range(H)]
+    both = ["renormalised (paper, τ = 1)", f"calibrated (τ = {calibration:.3g})"]
+    return ["token", "signature", *logs, "sum", "joint", *both, "drawn with the sliders"]
 
 
 def _arithmetic(trace, entry):
@@ -629,7 +639,7 @@ def view_vocabulary(session, checkpoint):
     return {
         "words": words,
         "added": added,
-        "table": facts["parameters"]["table"],
+        "table_size": facts["parameters"]["table"],
         "standard": checkpoint.model.num_parameters()["standard_table"],
         "V": V,
         "ids_bytes": 8 * facts["H"],
@@ -745,43 +755,44 @@ def _entropy_bits(trace):
 JINJA = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
 JINJA.filters |= {"percent": percent, "count": count}
 MACROS = """
-{% macro cell(j, id, title="") %}
-<span class="cell f{{ j % 8 }}"{% if title %}
-title="{{ title }}"{% endif %}><i>{{ j + 1 }}</i>{{ id }}</span>
+{% macro table(label, heads) %}
+<div class="scroll" tabindex="0" role="region" aria-label="{{ label }}"><table>
+<thead><tr>{% for head in heads %}<th scope="col">{{ head }}</th>{% endfor %}</tr></thead>
+<tbody>{{ caller() }}</tbody></table></div>
+{% endmacro %}
+{% macro cell(j, id) %}<span class="cell f{{ j % 8 }}"><i>{{ j + 1 }}</i>{{ id }}</span>
 {% endmacro %}
 {% macro cells(signature) %}
 <span class="cells">{% for id in signature or () %}{{ cell(loop.index0, id) }}{% endfor %}</span>
 {% endmacro %}
+{% macro chip(glyph, marked=False, note="") %}
+<span class="chip{{ ' marked' if marked }}"><bdi>{{ glyph }}</bdi>
+{%- if note %} <small>{{ note }}</small>{% endif %}</span>
+{% endmacro %}
 {% macro chips(entries, more=0) %}
-{% for c in entries %}
-<span class="chip{{ ' marked' if c.marked }}"
-title="token {{ c.id }}"><bdi>{{ c.glyph }}</bdi></span> {% endfor %}
+{% for c in entries %}{{ chip(c.glyph, c.marked) }} {% endfor %}
 {% if more > 0 %}<small>and {{ more|count }} more</small>{% endif %}
 {% endmacro %}
-{% macro scroll(label) %}
-<div class="scroll" tabindex="0" role="region" aria-label="{{ label }}">{{ caller() }}</div>
+{% macro bar(kind, share) %}<span class="bar {{ kind }}" style="width:{{ share }}%"></span>
 {% endmacro %}
+{% macro s(n) %}{{ "s" if n != 1 }}{% endmacro %}
 {% macro lines(c) %}
 <svg viewBox="0 0 600 260" role="img"
-aria-label="{{ c.y_label }} against {{ c.x_label }}. {{ c.told }}">
+ aria-label="{{ c.y_label }} against {{ c.x_label }}. {{ c.told }}">
 {% for x, text in c.x_ticks %}<line x1="{{ x }}" x2="{{ x }}" y1="15" y2="230" class="grid"/>
 <text x="{{ x }}" y="245" text-anchor="middle">{{ text }}</text>{% endfor %}
 {% for y, text in c.y_ticks %}<line x1="60" x2="590" y1="{{ y }}" y2="{{ y }}" class="grid"/>
 <text x="55" y="{{ y + 4 }}" text-anchor="end">{{ text }}</text>{% endfor %}
-{% for l in c.lines %}
-<polyline points="{{ l.points }}" class="line s{{ loop.index0 }}"/>{% endfor %}
-<text x="325" y="258" text-anchor="middle">{{ c.x_label }}</text>
-</svg>
-<p class="legend">{{ c.y_label }}: {% for l in c.lines %}
-<span><svg viewBox="0 0 30 8" aria-hidden="true"><polyline points="0,4 30,4"
-class="line s{{ loop.index0 }}"/></svg> {{ l.name }}</span> {% endfor %}</p>
+{% for l in c.lines %}<polyline points="{{ l.points }}" class="line s{{ loop.index0 }}"/>
+{% endfor %}<text x="325" y="258" text-anchor="middle">{{ c.x_label }}</text></svg>
+<p class="legend">{{ c.y_label }}: {% for l in c.lines %}<span>
+<svg viewBox="0 0 30 8" aria-hidden="true"><polyline points="0,4 30,4"
+ class="line s{{ loop.index0 }}"/></svg> {{ l.name }}</span> {% endfor %}</p>
 {% endmacro %}
-{% macro tries_list(tries, H) %}
-<ol class="tries">{% for t in tries %}
-<li>seed {{ t.seed }}{{ " (the last function's own)" if t.seed == H - 1 }}: last id
-<b>{{ t.last }}</b>,
-{% if t.glyph is not none and t.owner %}taken by
-<span class="chip"><bdi>{{ t.glyph }}</bdi></span>: hash again{% else %}free{% endif %}</li>
+{% macro tries_list(tries, H) %}<ol class="tries">
+{% for t in tries %}<li>seed {{ t.seed }}{{ " (the last function's own)" if t.seed == H - 1 }}:
+last id <b>{{ t.last }}</b>,
+{% if t.owner %}taken by {{ chip(t.glyph) }}: hash again{% else %}free{% endif %}</li>
 {% endfor %}</ol>
 {% endmacro %}
 """
@@ -789,274 +800,218 @@ TEMPLATES = {
     "tokens": """
 {% if notice %}<p class="notice" role="status">{{ notice }}</p>{% endif %}
 <div class="tokens" role="group" aria-label="Tokens: choose the position that all views show">
-{% for t in tokens %}
-<button type="button" data-pick="{{ loop.index0 }}"
-aria-pressed="{{ (loop.index0 == position)|lower }}">
-<bdi>{{ t.glyph }}</bdi><small>{{ t.id }}</small></button>
+{% for t in tokens %}<button type="button" data-pick="{{ loop.index0 }}"
+ aria-pressed="{{ (loop.index0 == position)|lower }}"><bdi>{{ t.glyph }}</bdi>
+<small>{{ t.id }}</small></button>
 {% endfor %}</div>
-<p class="hint">{{ tokens|length }} tokens of {{ vocab_size|count }}. Choose one: all views then
-show what the model makes of it and what it expects after it.
-{% if words %}Your own tokens: {% for w in words %}
-<span class="chip"><bdi>{{ w.replace(" ", "␣") }}</bdi></span> {% endfor %}{% endif %}</p>
+<p class="hint">{{ tokens|length }} token{{ s(tokens|length) }} of {{ vocab_size|count }}. Choose
+one: all views then show what the model makes of it and what it expects after it.
+{% if words %}Your own tokens: {% for w in words %}{{ chip(w.replace(" ", "␣")) }} {% endfor %}
+{% endif %}</p>
 """,
     "signature": """
-<h3>The token <span class="chip marked"><bdi>{{ token.glyph }}</bdi></span> is the signature
-{{ cells(token.signature) }}</h3>
+<h3>The token {{ chip(token.glyph, True) }} is the signature {{ cells(token.signature) }}</h3>
 <p>{{ H }} hash functions, {{ B|count }} buckets each: {{ signatures|count }} signatures
 (B<sup>H</sup>) for {{ V|count }} tokens, one for every {{ (signatures // V)|count }}.
-The token that {{ next_is }}, <span class="chip"><bdi>{{ next.glyph }}</bdi></span>, is
-{{ cells(next.signature) }}</p>
-{% call scroll("Who shares the buckets") %}
-<table><thead><tr><th scope="col">function, id</th><th scope="col">tokens in the bucket</th>
-<th scope="col">who is in it: most probable next tokens first</th></tr></thead><tbody>
+The token that {{ next_is }}, {{ chip(next.glyph) }}, is {{ cells(next.signature) }}</p>
+{% call table("Who shares the buckets", ["function, id", "tokens in the bucket",
+  "who is in it: most probable next tokens first"]) %}
 {% for f in functions %}<tr><th scope="row">{{ cell(loop.index0, f.bucket) }}</th>
 <td>{{ f.num_tokens }} <small>(mean {{ "%.1f"|format(f.expected) }})</small></td>
-<td>{{ chips(f.chips, f.more) }}</td></tr>
-{% endfor %}</tbody></table>
+<td>{{ chips(f.chips, f.more) }}</td></tr>{% endfor %}
 {% endcall %}
 <p>Ids in common with this token: {% for n, many in shared %}<span class="fact"><b>{{ n }}</b> of
-{{ H }}: {{ many|count }} token{{ "s" if many != 1 }}</span> {% endfor %}</p>
-{% if neighbours %}<p>Closest: {% for n in neighbours %}
-<span class="chip"><bdi>{{ n.glyph }}</bdi> <small>{{ n.shared }} of {{ H }}</small></span>
-{% endfor %}</p>{% endif %}
+{{ H }}: {{ many|count }} token{{ s(many) }}</span> {% endfor %}</p>
+{% if neighbours %}<p>Closest:
+{% for n in neighbours %}{{ chip(n.glyph, note=n.shared ~ " of " ~ H) }} {% endfor %}</p>{% endif %}
 <h3>How it got its last id</h3>
-{% if tries is none %}<p>The checkpoint stores ids without their tokens: the tries are not
-known.</p>
+{% if tries is none %}<p>The checkpoint stores ids without their tokens: its tries are unknown.</p>
 {% elif not tries %}<p>This is the pad: all its ids are 0, and it is never hashed.</p>
 {% else %}{{ tries_list(tries, H) }}{% endif %}
 {% if rehash %}<h3>A token that really was re-hashed</h3>
-<p>{% if rehash.own %}{{ facts.rehashed|count }} of this model's tokens were.{% else %}None of
-this model's tokens was. The same tokens with {{ rehash.num_buckets }} buckets instead of
-{{ B|count }}: {{ rehash.rehashed }} of {{ rehash.tokens|count }} were.{% endif %}
-The one with most tries is <span class="chip"><bdi>{{ rehash.glyph }}</bdi></span>
-{{ cells(rehash.token.signature) }}</p>
+<p>{% if rehash.own %}{{ facts.rehashed|count }} of this model's tokens were.{% else %}
+None of this model's tokens was. The same tokens with {{ rehash.num_buckets }} buckets instead of
+{{ B|count }}: {{ rehash.rehashed }} of {{ rehash.tokens|count }} were.{% endif %} The one with most
+tries is {{ chip(rehash.glyph) }} {{ cells(rehash.token.signature) }}</p>
 {{ tries_list(rehash.tries, H) }}
 {% else %}<p>No token of this model was re-hashed.</p>{% endif %}
 <h3>All {{ V|count }} tokens</h3>
 <p>Pairs of tokens that share at least {{ H - 1 }} of {{ H }} ids:
-{{ facts.close_pairs|count if facts.close_pairs is not none else "not counted" }};
+{{ "not counted" if facts.close_pairs is none else facts.close_pairs|count }};
 {{ "%.2g"|format(facts.close_pairs_expected) }} are to be expected by chance.</p>
-{% call scroll("Bucket load, observed and expected") %}
-<table class="load"><thead><tr><th scope="col">tokens in a bucket</th><th scope="col">buckets,
-mean of the functions</th><th scope="col">expected by chance</th>
-<th scope="col"><span class="f0 key"></span> observed, <span class="f1 key"></span> expected</th>
-</tr></thead><tbody>
+{% call table("Bucket load, observed and expected", ["tokens in a bucket",
+  "buckets, mean of the functions (upper bar)", "expected by chance (lower bar)", ""]) %}
 {% for row in facts.loads %}<tr><th scope="row">{{ row.tokens }}</th>
 <td>{{ "%.1f"|format(row.observed) }}</td><td>{{ "%.1f"|format(row.expected) }}</td>
-<td class="wide"><div class="bar f0" style="width:{{ 100 * row.observed / most }}%"></div><div
-class="bar f1" style="width:{{ 100 * row.expected / most }}%"></div></td></tr>
-{% endfor %}</tbody></table>
+<td class="wide">{{ bar("f0", 100 * row.observed / most) }}
+{{ bar("f1", 100 * row.expected / most) }}</td></tr>{% endfor %}
 {% endcall %}
 """,
     "gate": """
-<h3>How <span class="chip marked"><bdi>{{ glyph }}</bdi></span> becomes one vector</h3>
-{% call scroll("Rows of this token") %}
-<table><thead><tr><th scope="col">function, id</th><th scope="col">norm of its row ‖e‖</th>
-<th scope="col">bottleneck score s</th><th scope="col">weight α = softmax(s)</th></tr></thead>
-<tbody>
+<h3>How {{ chip(glyph, True) }} becomes one vector</h3>
+{% call table("Rows of this token", ["function, id", "norm of its row ‖e‖", "bottleneck score s",
+  "weight α = softmax(s)"]) %}
 {% for d in detail %}<tr><th scope="row">{{ cell(loop.index0, d.id) }}</th>
 <td>{{ "%.4f"|format(d.norm) }}</td>
-<td>{{ "%.4f"|format(d.score) if d.score is not none else "–" }}</td>
-<td>{{ "%.4f"|format(d.alpha) }}</td></tr>
-{% endfor %}</tbody></table>
+<td>{{ "–" if d.score is none else "%.4f"|format(d.score) }}</td>
+<td>{{ "%.4f"|format(d.alpha) }}</td></tr>{% endfor %}
 {% endcall %}
-<p class="check">{% if residual is none %}This model's gate has no adapter to check against.
-{% else %}Check: ‖W<sub>s</sub> Σ α<sub>j</sub> e<sub>j</sub> + b<sub>s</sub> − x‖ =
-<b>{{ "%.1e"|format(residual) }}</b>
-{{ "✓" if residual < 1e-5 else "✗ not" }} below 1e-5; the largest of all tokens here is
-{{ "%.1e"|format(worst) }}.{% endif %}</p>
+<p class="check">{% if residual is none %}This gate has no adapter to check against.{% else %}
+Check: ‖W<sub>s</sub> Σ α<sub>j</sub> e<sub>j</sub> + b<sub>s</sub> − x‖ =
+<b>{{ "%.1e"|format(residual) }}</b> {{ "✓" if residual < 1e-5 else "✗ not" }} below 1e-5; the
+largest of all tokens here is {{ "%.1e"|format(worst) }}.{% endif %}</p>
 <h3>Every token</h3>
-{% call scroll("Gate weights of the tokens") %}
-<table class="gate"><thead><tr><th scope="col">token</th><th scope="col">weights</th>
-{% for s in rows[0].segments %}<th scope="col"><span class="f{{ s.j % 8 }} key"></span>
-α{{ s.j + 1 }}</th>{% endfor %}</tr></thead><tbody>
-{% for r in rows %}<tr{% if r.at == position %} class="chosen"{% endif %}><th scope="row"><span
-class="chip{{ ' marked' if r.at == position }}"><bdi>{{ r.glyph }}</bdi></span></th>
+{% call table("Gate weights of the tokens", ["token", "weights"] + names) %}
+{% for r in rows %}<tr{% if r.at == position %} class="chosen"{% endif %}>
+<th scope="row">{{ chip(r.glyph, r.at == position) }}</th>
 <td class="wide"><div class="stack" role="img"
-aria-label="{% for s in r.segments %}function {{ s.j + 1 }}: {{ s.share|percent }} {% endfor %}
-">{% for s in r.segments %}<div class="f{{ s.j % 8 }}" style="width:{{ 100 * s.share }}%"
-title="score {{ '%.3f'|format(s.score) if s.score is not none else '–' }}"></div>{% endfor %}
-</div></td>
-{% for s in r.segments %}<td>{{ "%.3f"|format(s.share) }}{% if s.score is not none %}
-<br><small>{{ "%.2f"|format(s.score) }}</small>{% endif %}</td>{% endfor %}</tr>
-{% endfor %}</tbody></table>
+ aria-label="{% for x in r.segments %}function {{ x.j + 1 }}: {{ x.share|percent }} {% endfor %}">
+{% for x in r.segments %}<div class="f{{ x.j % 8 }}" style="width:{{ 100 * x.share }}%"></div>
+{% endfor %}</div></td>
+{% for x in r.segments %}<td>{{ "%.3f"|format(x.share) }}{% if x.score is not none %}<br>
+<small>{{ "%.2f"|format(x.score) }}</small>{% endif %}</td>{% endfor %}</tr>{% endfor %}
 {% endcall %}
-<p class="hint">Small numbers are the scores.{% if hidden %} {{ hidden }} more tokens are not
-shown; choose another to see those around it.{% endif %}</p>
+<p class="hint">Bars in the order of the functions; small numbers are the scores.{% if hidden %}
+{{ hidden }} more tokens are not shown; choose another to see those around it.{% endif %}</p>
 """,
     "cascade": """
-<h3>What comes after <span class="chip marked"><bdi>{{ before }}</bdi></span>?
-{{ panels|length }} ids, one after the other</h3>
-{% if forced %}<p class="notice whatif" role="status"><b>What if</b>
-{% for j, bucket in forced.items() %}function {{ j|int + 1 }} were bucket
-{{ bucket }}{{ ", and " if not loop.last }}{% endfor %}: later functions and the result follow
-that row, not the model's own mixture. <button type="button" data-clear="1">Back to the model's
-own</button></p>{% endif %}
-<p>The most probable next token is <span class="chip"><bdi>{{ best }}</bdi></span>
-({{ best_p|percent }}).{% if next %} In the text comes
-<span class="chip"><bdi>{{ next }}</bdi></span>; its buckets have a ◆.{% endif %} Choose a bucket
-to force it.</p>
+<h3>What comes after {{ chip(before, True) }}? {{ panels|length }} ids, one after the other</h3>
+{% if forced %}<p class="notice whatif" role="status"><b>What if</b> {% for j, bucket in
+  forced.items() %}function {{ j|int + 1 }} were bucket {{ bucket }}{{ ", and " if not loop.last }}
+{% endfor %}: later functions and the result follow that row, not the model's own mixture.
+<button type="button" data-clear="1">Back to the model's own</button></p>{% endif %}
+<p>The most probable next token is {{ chip(best) }} ({{ best_p|percent }}).{% if next %} In the
+text comes {{ chip(next) }}; its buckets have a ◆.{% endif %} Choose a bucket to force it.</p>
 <p class="legend"><span><span class="key solid"></span> p<sub>j</sub>, the function's own
 probability</span> <span><span class="key hatched"></span> share of the renormalised probability
 that the bucket's tokens hold</span></p>
 <div class="panels">
-{% for p in panels %}
-<section class="panel" aria-label="Function {{ loop.index }}"><h4><span
-class="f{{ loop.index0 % 8 }} key"></span> Function {{ loop.index }}</h4>
+{% for p in panels %}{% set j = loop.index0 %}
+<section class="panel" aria-label="Function {{ j + 1 }}">
+<h4><span class="f{{ j % 8 }} key"></span> Function {{ j + 1 }}</h4>
 <p>entropy <b>{{ "%.2f"|format(p.entropy_bits) }}</b> of {{ "%.2f"|format(most_bits) }} bits</p>
-<div role="group" aria-label="Buckets of function {{ loop.index }}">
-{% set j = loop.index0 %}
-{% for b in p.bars %}
-<button type="button" class="bucket{{ ' forced' if b.forced }}" data-function="{{ j }}"
-data-bucket="{{ b.bucket }}" aria-pressed="{{ 'true' if b.forced else 'false' }}">
+<div role="group" aria-label="Buckets of function {{ j + 1 }}">
+{% for b in p.bars %}<button type="button" class="bucket{{ ' forced' if b.forced }}"
+ data-function="{{ j }}" data-bucket="{{ b.bucket }}" aria-pressed="{{ b.forced|lower }}">
 <span class="top"><b>{{ b.bucket }}</b>{{ " ◆" if b.target }} <span>{{ b.prob|percent }}</span>
 <small>{{ b.mass|percent }}</small></span>
-<span class="bar f{{ j % 8 }}" style="width:{{ b.wide }}%"></span><span class="bar hatched"
-style="width:{{ b.mass_wide }}%"></span>
-<span class="members">{{ chips(b.chips, b.more) }}{% if not b.num_tokens %}<small>no
-token</small>{% endif %}</span></button>
+{{ bar("f%d"|format(j % 8), b.wide) }}{{ bar("hatched", b.mass_wide) }}
+<span class="members">{{ chips(b.chips, b.more) }}
+{% if not b.num_tokens %}<small>no token</small>{% endif %}</span></button>
 {% endfor %}</div>
 <p>{% if p.forced is not none %}forced: <b>{{ p.forced }}</b>. {% endif %}Still compatible:
-<b>{{ p.compatible|count }}</b> token{{ "s" if p.compatible != 1 }}, which hold
+<b>{{ p.compatible|count }}</b> token{{ s(p.compatible) }}, which hold
 {{ p.compatible_mass|percent }}.</p>
-{% if p.soft_embedding_norm is not none %}<p>Hands on a vector of norm
-<b>{{ "%.3f"|format(p.soft_embedding_norm) }}</b>,
-{{ "the forced row" if p.forced is not none else "the mixture of its rows" }}.
-Nearest rows (cosine):</p>
+{% if p.soft_embedding_norm is none %}<p>The last function hands nothing on.</p>{% else %}
+<p>Hands on a vector of norm <b>{{ "%.3f"|format(p.soft_embedding_norm) }}</b>, the
+{{ "mixture of its rows" if p.forced is none else "forced row" }}. Nearest rows (cosine):</p>
 <ul>{% for n in p.nearest %}<li>{{ n.bucket }} ({{ "%.2f"|format(n.cosine) }})
-{{ chips(n.chips) }}</li>{% endfor %}</ul>
-{% else %}<p>The last function hands nothing on.</p>{% endif %}</section>
+{{ chips(n.chips) }}</li>{% endfor %}</ul>{% endif %}</section>
 {% endfor %}</div>
 """,
     "probability": """
-{% if forced %}<p class="notice whatif">What if: the numbers below follow the forced
-buckets.</p>{% endif %}
-{% if valid_mass is not none %}<h3>Where the joint probability lies</h3>
-<div class="stack mass" role="img"
-aria-label="on signatures of real tokens {{ valid_mass|percent }}, on unassigned signatures
-{{ (1 - valid_mass)|percent }}"><div class="f0" style="width:{{ 100 * valid_mass }}%"></div><div
-class="unassigned" style="width:{{ 100 * (1 - valid_mass) }}%"></div></div>
+{% if forced %}<p class="notice whatif">What if: these numbers follow the forced buckets.</p>
+{% endif %}{% if valid_mass is not none %}<h3>Where the joint probability lies</h3>
+<div class="stack mass" role="img" aria-label="on signatures of real tokens
+ {{ valid_mass|percent }}, on unassigned signatures {{ (1 - valid_mass)|percent }}">
+<div class="f0" style="width:{{ 100 * valid_mass }}%"></div>
+<div class="unassigned" style="width:{{ 100 * (1 - valid_mass) }}%"></div></div>
 <p class="legend"><span><span class="key f0"></span> signatures of real tokens (valid mass):
 <b>{{ valid_mass|percent }}</b></span> <span><span class="key unassigned"></span> signatures that
 no token has: <b>{{ (1 - valid_mass)|percent }}</b></span></p>{% endif %}
 <h3>The same tokens in every column</h3>
-{% call scroll("Probabilities of the next token") %}
-<table class="prob"><thead><tr><th scope="col">token</th>{% if H %}<th scope="col">signature</th>
-{% endif %}{% for j in range(H) %}<th scope="col">log p{{ j + 1 }}</th>{% endfor %}{% if H %}
-<th scope="col">sum</th><th scope="col">joint</th><th scope="col">renormalised (paper, τ = 1)</th>
-{% endif %}<th scope="col">calibrated{% if H %} (τ = {{ "%.3g"|format(calibration) }}){% endif %}
-</th><th scope="col">drawn with the sliders</th></tr></thead><tbody>
+{% call table("Probabilities of the next token", heads) %}
 {% for r in rows %}<tr data-sum="{{ r.sum }}"><th scope="row"><button type="button"
-class="chip{{ ' marked' if r.next }}"
-data-arithmetic="1"><bdi>{{ r.glyph }}</bdi>{{ " ◆" if r.next }}</button></th>
-{% if H %}<td>{{ cells(r.signature) }}</td>{% for x in r.log_p %}<td>{{ "%.2f"|format(x) }}</td>
-{% endfor %}<td>{{ "%.2f"|format(r.score) if r.score is not none else "–" }}</td>
+ class="chip{{ ' marked' if r.next }}"><bdi>{{ r.glyph }}</bdi>{{ " ◆" if r.next }}</button></th>
+{% if H %}<td>{{ cells(r.signature) }}</td>
+{% for x in r.log_p %}<td>{{ "%.2f"|format(x) }}</td>{% endfor %}
+<td>{{ "–" if r.score is none else "%.2f"|format(r.score) }}</td>
 <td>{{ "%.2g"|format(r.joint_prob) }}</td><td>{{ r.paper|percent }}</td>{% endif %}
 <td>{{ r.p|percent }}</td>
-<td class="wide"><div class="bar f1"
-style="width:{{ 100 * r.drawn }}%"></div>{{ r.drawn|percent if r.drawn else "cut off" }}</td></tr>
-{% endfor %}</tbody></table>
+<td class="wide">{{ bar("f1", 100 * r.drawn) }}{{ r.drawn|percent if r.drawn else "cut off" }}</td>
+</tr>{% endfor %}
 {% endcall %}
 <p class="arithmetic" aria-live="polite">{{ rows[0].sum }}</p>
 <p>With temperature {{ settings[0] }}, top-k {{ settings[1] or "off" }}, top-p {{ settings[2] }}:
-<b>{{ kept|count }}</b> token{{ "s" if kept != 1 }} can be drawn; those not in the table have
-{{ rest|percent }} together.{% if rows|selectattr("next")|list %} ◆ is the token that comes next
-in the text.{% endif %}</p>
+<b>{{ kept|count }}</b> token{{ s(kept) }} can be drawn; those not in the table have
+{{ rest|percent }} together.
+{% if rows|selectattr("next")|list %}◆ is the token that comes next in the text.{% endif %}</p>
 """,
     "generate": """
 <div class="tokens written" role="group"
-aria-label="The text; choose a generated token to see how it came about">
-{% for r in rows %}{% if r.generated %}
-<button type="button" data-pick="{{ r.at - 1 }}" class="generated"
-aria-pressed="{{ 'true' if r.chosen else 'false' }}"
-style="--p:{{ (100 * (r.p or 0))|round(1) }}%">
-<bdi>{{ r.glyph }}</bdi><small>{{ r.p|percent }}</small></button>{% else %}
-<span class="given"><bdi>{{ r.glyph }}</bdi></span>{% endif %}
+ aria-label="The text; choose a generated token to see how it came about">
+{% for r in rows %}{% if r.generated %}<button type="button" data-pick="{{ r.at - 1 }}"
+ class="generated" aria-pressed="{{ r.chosen|lower }}"
+ style="--p:{{ (100 * (r.p or 0))|round(1) }}%"><bdi>{{ r.glyph }}</bdi>
+<small>{{ r.p|percent }}</small></button>{% else %}<span class="given"><bdi>{{ r.glyph }}</bdi></span>{% endif %}
 {% endfor %}</div>
-{% if started %}<p class="hint">Seed {{ seed }}. The darker a token and the larger its number,
-the surer the model was (calibrated, before temperature and cuts).</p>{% endif %}
-{% if candidates %}<p>After <span class="chip"><bdi>{{ after }}</bdi></span>, go on from here
-with another candidate:</p>
-<div class="tokens" role="group" aria-label="Candidates to go on with">{% for c in candidates %}
-<button type="button" data-candidate="{{ c.id }}"><bdi>{{ c.glyph }}</bdi>
+{% if started %}<p class="hint">Seed {{ seed }}. The darker a token and the larger its number, the
+surer the model was (calibrated, before temperature and cuts).</p>{% endif %}
+{% if candidates %}<p>After {{ chip(after) }}, go on from here with another candidate:</p>
+<div class="tokens" role="group" aria-label="Candidates to go on with">
+{% for c in candidates %}<button type="button" data-candidate="{{ c.id }}"><bdi>{{ c.glyph }}</bdi>
 <small>{{ c.p|percent }}</small></button>
 {% endfor %}</div>{% endif %}
 """,
     "vocabulary": """
 <h3>Your own tokens</h3>
-{% if words %}{% call scroll("Your own tokens") %}
-<table><thead><tr><th scope="col">token</th><th scope="col">id</th><th scope="col">signature</th>
-<th scope="col">tries</th><th scope="col">parameters added</th></tr></thead><tbody>
-{% for w in words %}<tr>
-<th scope="row"><span class="chip marked"><bdi>{{ w.glyph }}</bdi></span></th><td>{{ w.id }}</td>
+{% if words %}{% call table("Your own tokens", ["token", "id", "signature", "tries",
+  "parameters added"]) %}
+{% for w in words %}<tr><th scope="row">{{ chip(w.glyph, True) }}</th><td>{{ w.id }}</td>
 <td>{{ cells(w.signature) }}</td><td>{{ w.tries }}{{ " (" ~ w.taken ~ " taken)" if w.taken }}</td>
-<td>{{ added }}</td></tr>
-{% endfor %}</tbody></table>{% endcall %}
-<p>The model has never read them: each is a new mixture of rows that other tokens taught. They
-take {{ ids_bytes }} bytes each, for their ids. Now use one in the prompt.</p>
-{% else %}<p>None yet. They will be yours alone: nobody else who uses this page sees
-them.</p>{% endif %}
-<h3>What a table costs</h3>
+<td>{{ added }}</td></tr>{% endfor %}
+{% endcall %}
+<p>The model has never read them: each is a new mixture of rows that other tokens taught. They take
+{{ ids_bytes }} bytes each, for their ids. Now use one in the prompt.</p>
+{% else %}<p>None yet. They will be yours alone: nobody else who uses this page sees them.</p>
+{% endif %}<h3>What a table costs</h3>
 {{ lines(chart) }}
-{% call scroll("Parameters of the table") %}
-<table><thead><tr><th scope="col">table</th>{% for v in columns %}<th scope="col">V =
-{{ v|count }}</th>{% endfor %}</tr></thead><tbody>
+{% call table("Parameters of the table", ["table"] + columns|map("count")|list) %}
 {% for name, line in series.items() %}<tr><th scope="row">{{ name }}</th>{% for v in columns %}
 <td>{{ (line|selectattr(0, "equalto", v)|first)[1]|count }}</td>{% endfor %}</tr>{% endfor %}
-</tbody></table>{% endcall %}
-<p>Now: V = {{ V|count }}; this model's table has {{ table|count }} parameters, a V × D one would
-have {{ standard|count }}. All at this model's width.</p>
+{% endcall %}
+<p>Now: V = {{ V|count }}; this model's table has {{ table_size|count }} parameters, a V × D one
+would have {{ standard|count }}. All at this model's width.</p>
 """,
     "compare": """
-{% if rows %}<p>A: <b>{{ a }}</b>. B:
-<b>{{ b }}</b>.</p>{% call scroll("Next tokens of A and B") %}
-<table><thead><tr><th scope="col">token</th><th scope="col">A</th><th scope="col">B</th>
-<th scope="col">difference B − A</th><th scope="col">rank A → B</th></tr></thead><tbody>
-{% for r in rows %}<tr><th scope="row"><span class="chip"><bdi>{{ r.glyph }}</bdi></span></th>
-<td>{{ r.p_a|percent if r.p_a is not none else "no such token" }}</td>
-<td>{{ r.p_b|percent if r.p_b is not none else "no such token" }}</td>
+{% if not rows %}<p>Type a second prompt or choose a second checkpoint, then compare: both are read
+at their last token.</p>{% else %}<p>A: <b>{{ a }}</b><br>B: <b>{{ b }}</b></p>
+{% call table("Next tokens of A and B", ["token", "A", "B", "difference B − A", "rank A → B"]) %}
+{% for r in rows %}<tr><th scope="row">{{ chip(r.glyph) }}</th>
+{% for p in (r.p_a, r.p_b) %}<td>{{ "no such token" if p is none else p|percent }}</td>{% endfor %}
 <td>{{ "%+.2f points"|format(100 * r.difference) if r.difference is defined else "–" }}</td>
-<td>{{ r.rank_a or "–" }} → {{ r.rank_b or "–" }}{% if r.up is defined %}
-{{ "↑" if r.up > 0 else "↓" if r.up < 0 else "=" }}{% endif %}</td></tr>
-{% endfor %}</tbody></table>{% endcall %}
-{% call scroll("Quantities of A and B") %}<table><thead><tr><th scope="col">quantity</th>
-<th scope="col">A</th><th scope="col">B</th><th scope="col">difference</th></tr></thead><tbody>
+<td>{{ r.rank_a or "–" }} → {{ r.rank_b or "–" }}
+{% if r.up is defined %}{{ "↑" if r.up > 0 else "↓" if r.up < 0 else "=" }}{% endif %}</td></tr>
+{% endfor %}{% endcall %}
+{% call table("Quantities of A and B", ["quantity", "A", "B", "difference"]) %}
 {% for q in quantities %}<tr><th scope="row">{{ q.name }}</th>
-{% for x in (q.a, q.b, q.difference) %}<td>{{ "%.4g"|format(x) if x is not none else "–" }}</td>
+{% for x in (q.a, q.b, q.difference) %}<td>{{ "–" if x is none else "%.4g"|format(x) }}</td>
 {% endfor %}</tr>{% endfor %}
-</tbody></table>{% endcall %}{% else %}<p>Type a second prompt or choose a second checkpoint,
-then compare: both are read at their last token.</p>{% endif %}
+{% endcall %}{% endif %}
 """,
     "train": """
-{% if off %}<p class="notice">{{ off }}</p>{% else %}
-{% if curve %}{{ lines(curve) }}{% endif %}
-{% call scroll("Both runs") %}<table><thead><tr><th scope="col">model</th>
-<th scope="col">state</th><th scope="col">parameters (table)</th><th scope="col">step</th>
-<th scope="col">loss</th><th scope="col">tok/s</th><th scope="col">held-out perplexity</th>
-<th scope="col">top-1</th><th scope="col">valid mass</th></tr></thead><tbody>
+{% if off %}<p class="notice">{{ off }}</p>{% else %}{% if curve %}{{ lines(curve) }}{% endif %}
+{% call table("Both runs", ["model", "state", "parameters (table)", "step", "loss", "tok/s",
+  "held-out perplexity", "top-1", "valid mass"]) %}
 {% for r in runs %}<tr><th scope="row">{{ r.name }}</th><td>{{ r.state }}</td>
-<td>{{ r.parameters }}</td>
-{% for key in ("step", "loss", "tokens_per_second", "perplexity", "top1", "valid_mass") %}
-<td>{{ r[key] or "–" }}</td>{% endfor %}</tr>{% endfor %}
-</tbody></table>{% endcall %}
-{% for r in runs if r.sample %}<h4>{{ r.name }} writes, at step
-{{ r.sample_step }}</h4><pre tabindex="0"><bdi>{{ r.sample }}</bdi></pre>{% endfor %}
-{% endif %}""",
+<td>{{ r.parameters }}</td>{% for key in ("step", "loss", "tokens_per_second", "perplexity", "top1",
+  "valid_mass") %}<td>{{ r[key] or "–" }}</td>{% endfor %}</tr>{% endfor %}
+{% endcall %}{% for r in runs if r.sample %}
+<h4>{{ r.name }} writes, at step {{ r.sample_step }}</h4>
+<pre tabindex="0"><bdi>{{ r.sample }}</bdi></pre>{% endfor %}{% endif %}
+""",
     "tour": """
 <p class="step">Step {{ number }} of {{ total }}: <b>{{ title }}</b></p><p>{{ text }}</p>""",
     "examples": """
-<ul class="examples">{% for label, reason in examples %}
-<li><button type="button" data-example="{{ loop.index0 }}" class="chip">{{ label }}</button>
-{{ reason }}</li>
+<ul class="examples">{% for label, reason in examples %}<li><button type="button" class="chip"
+ data-example="{{ loop.index0 }}">{{ label }}</button> {{ reason }}</li>
 {% endfor %}</ul>""",
     "code": """<pre tabindex="0" class="code">{{ text }}</pre>""",
     "link": """<a href="{{ url }}">Link to what you see</a>""",
 }
+ABSENT = "{% if absent %}<p class='notice' role='status'>{{ absent }}</p>{% else %}"
 TEMPLATES = {
-    name: JINJA.from_string(
-        MACROS + "{% if absent %}<p class='notice' role='status'>{{ absent }}</p>{% else %}"
-        '<div class="mhf">' + text + "</div>{% endif %}"
-    )
+    name: JINJA.from_string(f'{MACROS}<div class="mhf">{ABSENT}{text}{{% endif %}}</div>')
     for name, text in TEMPLATES.items()
 }
 
@@ -1067,101 +1022,89 @@ def show(name, values):
 
 
 CSS = """
-.mhf { font-size: 1rem; color: var(--body-text-color); }
-.mhf, .gradio-container { --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7;
-  --c4: #b58900; --c5: #56b4e9;
-  --c6: #7f7f1f; --c7: #882255; }
-.mhf h3 { margin: 1rem 0 .3rem; font-size: 1.15rem; } .mhf h4 { margin: .2rem 0;
-  font-size: 1.05rem; }
-.mhf p { margin: .4rem 0; } .mhf small { font-size: .85em; opacity: 1;
-  color: var(--body-text-color); }
+.gradio-container, .mhf { --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7; --c4: #b58900;
+  --c5: #56b4e9; --c6: #7f7f1f; --c7: #882255; --text: var(--body-text-color);
+  --edge: 1px solid var(--border-color-primary); --soft: var(--background-fill-secondary);
+  --plain: var(--background-fill-primary);
+  --hatch: repeating-linear-gradient(45deg, var(--text) 0 1px, transparent 1px 5px); }
+.gradio-container { max-width: 1400px !important; }
+.maths { padding-bottom: 6px !important; }
+.mhf { font-size: 1rem; color: var(--text); }
+.mhf h3 { margin: 1rem 0 .3rem; font-size: 1.15rem; }
+.mhf h4 { margin: .2rem 0; font-size: 1.05rem; }
+.mhf p { margin: .4rem 0; }
+.mhf ul, .mhf ol { margin: .2rem 0 .2rem 1.3rem; }
+.mhf small { font-size: .85em; color: var(--text); }
+.mhf .hint { font-size: .9rem; }
+.mhf .notice { border-left: 4px solid var(--c1); padding: .4rem .8rem; background: var(--soft); }
 .mhf table { border: 0 !important; border-collapse: collapse; font-size: .95rem;
   font-variant-numeric: tabular-nums; margin: .3rem 0; }
-.mhf th, .mhf td { text-align: left; padding: .2rem .6rem; border: 0;
-  border-bottom: 1px solid var(--border-color-primary);
-  white-space: nowrap; vertical-align: middle; color: var(--body-text-color);
-  background: transparent; font-weight: normal; }
-.mhf thead th { font-weight: 600; white-space: normal; vertical-align: bottom; } .mhf td.wide {
-  min-width: 11rem; }
 .mhf tr, .mhf thead, .mhf tbody { border: 0 !important; }
-.mhf tr:hover, .mhf tr.chosen { background: var(--background-fill-secondary); }
+.mhf th, .mhf td { text-align: left; padding: .2rem .6rem; border: 0; border-bottom: var(--edge);
+  white-space: nowrap; vertical-align: middle; color: var(--text); font-weight: normal; }
+.mhf thead th { font-weight: 600; white-space: normal; vertical-align: bottom; }
+.mhf td.wide { min-width: 11rem; }
+.mhf tr:hover, .mhf tr.chosen { background: var(--soft); }
 .mhf .scroll { overflow-x: auto; max-width: 100%; }
-.mhf .chip { display: inline-block; font-family: var(--font-mono);
-  border: 1px solid var(--border-color-primary); border-radius: 4px;
-  padding: 0 .35em; margin: 1px; white-space: pre-wrap; overflow-wrap: anywhere;
-  background: var(--background-fill-primary);
-  color: var(--body-text-color); }
-.mhf .chip.marked { border: 2px solid var(--body-text-color); font-weight: 600; }
-.mhf .cell { display: inline-block; font-family: var(--font-mono);
-  border-left: .5em solid var(--c); padding: 0 .4em; margin: 1px 2px;
-  border-radius: 3px; background: var(--background-fill-secondary); }
+.mhf .chip { display: inline-block; font-family: var(--font-mono); border: var(--edge);
+  border-radius: 4px; padding: 0 .35em; margin: 1px; overflow-wrap: anywhere;
+  background: var(--plain); color: var(--text); }
+.mhf .chip.marked { border: 2px solid var(--text); font-weight: 600; }
+.mhf .cell { display: inline-block; font-family: var(--font-mono); border-left: .5em solid var(--c);
+  padding: 0 .4em; margin: 1px 2px; border-radius: 3px; background: var(--soft); }
 .mhf .cell i { font-style: normal; font-size: .7em; vertical-align: super; margin-right: .3em; }
-.mhf .cells { white-space: nowrap; }
-.f0 { --c: var(--c0); } .f1 { --c: var(--c1); } .f2 { --c: var(--c2); } .f3 { --c: var(--c3); }
-.f4 { --c: var(--c4); }
-.f5 { --c: var(--c5); } .f6 { --c: var(--c6); } .f7 { --c: var(--c7); }
-.mhf .key { display: inline-block; width: .9em; height: .9em;
-  background: var(--c, var(--body-text-color)); border-radius: 2px; vertical-align: -.1em; }
-.mhf .bar { display: block; height: .55em; background: var(--c, var(--body-text-color));
-  border-radius: 2px; min-width: 1px; margin: 1px 0; }
-.mhf .hatched, .mhf .unassigned {
-  background: repeating-linear-gradient(45deg, var(--body-text-color) 0 1px, transparent 1px 5px); }
+.mhf .cells, .mhf .fact { white-space: nowrap; margin-right: 1em; }
+.mhf .f0 { --c: var(--c0); } .mhf .f1 { --c: var(--c1); } .mhf .f2 { --c: var(--c2); }
+.mhf .f3 { --c: var(--c3); } .mhf .f4 { --c: var(--c4); } .mhf .f5 { --c: var(--c5); }
+.mhf .f6 { --c: var(--c6); } .mhf .f7 { --c: var(--c7); }
+.mhf .key { display: inline-block; width: .9em; height: .9em; border-radius: 2px;
+  background: var(--c, var(--text)); }
+.mhf .bar { display: block; height: .55em; min-width: 1px; margin: 1px 0; border-radius: 2px;
+  background: var(--c); }
 .mhf .stack { display: flex; height: 1.2em; border-radius: 3px; overflow: hidden; gap: 1px; }
 .mhf .stack div { background: var(--c); height: 100%; }
-.mhf .stack .unassigned {
-  background: repeating-linear-gradient(45deg, var(--body-text-color) 0 1px, transparent 1px 5px); }
-.mhf .stack.mass { height: 1.6em; max-width: 50rem; }
-.mhf .legend span { margin-right: 1em; } .mhf .legend svg { width: 30px; height: 8px;
-  display: inline; }
-.mhf .fact { margin-right: 1em; white-space: nowrap; } .mhf .hint { font-size: .9rem; }
-.mhf .notice, p.notice { border-left: 4px solid var(--c1, #d55e00); padding: .4rem .8rem;
-  background: var(--background-fill-secondary); color: var(--body-text-color); }
+.mhf .stack.mass { height: 1.6em; max-width: 50rem; border: var(--edge); }
+.mhf .hatched, .mhf div.unassigned, .mhf .unassigned { background: var(--hatch); }
+.mhf .legend span { margin-right: .7em; }
 .mhf .tokens { display: flex; flex-wrap: wrap; gap: 4px; max-height: 16rem; overflow-y: auto;
   padding: 3px; }
-.mhf .tokens button, .mhf .given { display: inline-flex; flex-direction: column;
-  align-items: center; font-family: var(--font-mono); max-width: 100%;
-  border: 1px solid var(--border-color-primary); border-radius: 5px; padding: .15rem .45rem;
-  min-height: 2.2rem; min-width: 1.6rem;
-  background: var(--background-fill-primary); color: var(--body-text-color); cursor: pointer;
-  overflow-wrap: anywhere; }
+.mhf .tokens button, .mhf .given { display: inline-flex; flex-direction: column; cursor: pointer;
+  align-items: center; font-family: var(--font-mono); max-width: 100%; border: var(--edge);
+  border-radius: 5px; padding: .15rem .45rem; min-height: 2.2rem; min-width: 1.6rem;
+  background: var(--plain); color: var(--text); overflow-wrap: anywhere; }
 .mhf .given { cursor: default; border-style: dotted; justify-content: center; }
-.mhf button[aria-pressed="true"] { outline: 3px solid var(--c0, #0072b2); outline-offset: -1px;
+.mhf button:hover { background: var(--soft); }
+.mhf button[aria-pressed="true"] { outline: 3px solid var(--c0); outline-offset: -1px;
   font-weight: 700; }
-.mhf button:focus-visible, .mhf .scroll:focus-visible, .mhf pre:focus-visible {
-  outline: 3px solid var(--c1, #d55e00); }
-.mhf button:hover { background: var(--background-fill-secondary); }
-.mhf .generated { border-bottom: .35rem solid color-mix(in srgb, var(--c0) var(--p),
-  var(--border-color-primary)) !important;
-  background: color-mix(in srgb, color-mix(in srgb, var(--c5) 35%, var(--background-fill-primary))
-  var(--p), var(--background-fill-primary)) !important; }
-.mhf .panels { display: grid;
-  grid-template-columns: repeat(auto-fit, minmax(min(15rem, 100%), 1fr)); gap: .8rem; }
-.mhf .panel { border: 1px solid var(--border-color-primary); border-radius: 6px;
-  padding: .5rem .7rem; min-width: 0; }
+.mhf button:focus-visible, .mhf [tabindex]:focus-visible { outline: 3px solid var(--c1); }
+.mhf .tokens .generated { --tint: color-mix(in srgb, var(--c5) 35%, var(--plain));
+  background: color-mix(in srgb, var(--tint) var(--p), var(--plain));
+  border-bottom: .35rem solid color-mix(in srgb, var(--c0) var(--p), var(--border-color-primary)); }
+.mhf .panels { display: grid; gap: .8rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(15rem, 100%), 1fr)); }
+.mhf .panel { border: var(--edge); border-radius: 6px; padding: .5rem .7rem; min-width: 0; }
 .mhf .bucket { display: block; width: 100%; text-align: left; border: 1px solid transparent;
-  border-radius: 5px; padding: .2rem .3rem; cursor: pointer; color: var(--body-text-color);
-  background: transparent; }
+  border-radius: 5px; padding: .2rem .3rem; cursor: pointer; color: var(--text); }
 .mhf .bucket .top { display: flex; justify-content: space-between; gap: .5em;
   font-variant-numeric: tabular-nums; }
+.mhf .bucket .members { font-size: .9em; font-weight: normal; }
 .mhf .bucket.forced, .mhf .whatif button { border: 2px solid var(--c1); }
-.mhf .whatif button { border-radius: 5px; padding: 0 .5em;
-  background: var(--background-fill-primary); color: var(--body-text-color); cursor: pointer; }
-.mhf .members { font-size: .9em; font-weight: normal; }
+.mhf .whatif button { border-radius: 5px; padding: 0 .5em; background: var(--plain);
+  color: var(--text); cursor: pointer; }
 .mhf .arithmetic { font-family: var(--font-mono); font-size: .9rem; min-height: 3.2em;
-  padding: .4rem .6rem; background: var(--background-fill-secondary); white-space: pre-wrap; }
-.mhf svg { max-width: 46rem; width: 100%; display: block; } .mhf svg text {
-  fill: var(--body-text-color); font-size: 11px; }
-.mhf .grid { stroke: var(--border-color-primary); stroke-width: .5; } .mhf .line { fill: none;
-  stroke-width: 2.5; }
-.mhf .s0 { stroke: var(--c0); } .mhf .s1 { stroke: var(--c1); stroke-dasharray: 8 4; } .mhf .s2 {
-  stroke: var(--c2); stroke-dasharray: 2 3; } .mhf .s3 { stroke: var(--c3);
-  stroke-dasharray: 10 3 2 3; }
-.mhf pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow-y: auto;
-  padding: .5rem; background: var(--background-fill-secondary); color: var(--body-text-color); }
-.mhf ul, .mhf ol { margin: .2rem 0 .2rem 1.3rem; }
-.gradio-container { max-width: 1400px !important; }
-@media (prefers-reduced-motion: reduce) { *, *::before, *::after { animation: none !important;
-  transition: none !important; scroll-behavior: auto !important; } }
+  padding: .4rem .6rem; background: var(--soft); white-space: pre-wrap; }
+.mhf svg { max-width: 46rem; width: 100%; display: block; }
+.mhf .legend svg { width: 30px; height: 8px; display: inline; }
+.mhf svg text { fill: var(--text); font-size: 11px; }
+.mhf .grid { stroke: var(--border-color-primary); stroke-width: .5; }
+.mhf .line { fill: none; stroke-width: 2.5; stroke: var(--c0); }
+.mhf .s1 { stroke: var(--c1); stroke-dasharray: 8 4; }
+.mhf .s2 { stroke: var(--c2); stroke-dasharray: 2 3; }
+.mhf .s3 { stroke: var(--c3); stroke-dasharray: 10 3 2 3; }
+.mhf pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24rem; overflow-y: auto;
+  padding: .5rem; background: var(--soft); color: var(--text); }
+@media (prefers-reduced-motion: reduce) {
+  *, *::before, *::after { animation: none !important; transition: none !important; } }
 """
 
 # One listener for a whole view: it outlives what is drawn in it. The events' names are quoted.
@@ -1680,9 +1623,8 @@ class Page:
         at_start = {"compare": show("compare", {}), "train": show("train", self.training())}
         self.views[name] = html(name, (self.first | at_start)[name])
         with gr.Accordion("The maths", open=False):
-            gr.Markdown(
-                MATHS[name], latex_delimiters=[{"left": "$", "right": "$", "display": False}]
-            )
+            dollars = [{"left": "$", "right": "$", "display": False}]
+            gr.Markdown(MATHS[name], latex_delimiters=dollars, elem_classes="maths")
         with gr.Accordion("The code", open=False):
             gr.HTML(show("code", {"text": source(name)}))
         self.places[name] = tab
