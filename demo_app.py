@@ -943,7 +943,8 @@ no token has: <b>{{ (1 - valid_mass)|percent }}</b></span></p>{% endif %}
 {% for r in rows %}{% if r.generated %}<button type="button" data-pick="{{ r.at - 1 }}"
  class="generated" aria-pressed="{{ r.chosen|lower }}"
  style="--p:{{ (100 * (r.p or 0))|round(1) }}%"><bdi>{{ r.glyph }}</bdi>
-<small>{{ r.p|percent }}</small></button>{% else %}<span class="given"><bdi>{{ r.glyph }}</bdi></span>{% endif %}
+<small>{{ r.p|percent }}</small></button>{% else %}
+<span class="given"><bdi>{{ r.glyph }}</bdi></span>{% endif %}
 {% endfor %}</div>
 {% if started %}<p class="hint">Seed {{ seed }}. The darker a token and the larger its number, the
 surer the model was (calibrated, before temperature and cuts).</p>{% endif %}
@@ -1049,6 +1050,7 @@ CSS = """
 .mhf .chip { display: inline-block; font-family: var(--font-mono); border: var(--edge);
   border-radius: 4px; padding: 0 .35em; margin: 1px; overflow-wrap: anywhere;
   background: var(--plain); color: var(--text); }
+.mhf td .chip, .mhf th .chip { white-space: nowrap; overflow-wrap: normal; }
 .mhf .chip.marked { border: 2px solid var(--text); font-weight: 600; }
 .mhf .cell { display: inline-block; font-family: var(--font-mono); border-left: .5em solid var(--c);
   padding: 0 .4em; margin: 1px 2px; border-radius: 3px; background: var(--soft); }
@@ -1723,8 +1725,11 @@ class Page:
         for own, twin in zip(self.cuts, self.mirrored, strict=True):
             own.input(None, own, twin, js="x => x", api_visibility="private")
             twin.input(None, twin, own, js="x => x", api_visibility="private")
-            slide = dict(inputs=given, outputs=[views["probability"], views["link"]])
-            own.change(refusing(self.on_slide), **slide, **light, trigger_mode="always_last")
+        for group in (self.cuts, self.mirrored):  # input, not change: loading a link is no move
+            moved = [slider.input for slider in group] + [slider.release for slider in group]
+            slide = dict(outputs=[views["probability"], views["link"]], **light)
+            inputs, how = [self.session, *group, self.at], {"trigger_mode": "always_last"}
+            gr.on(moved, refusing(self.on_slide), inputs, **slide, **how)
         for name, tab in self.places.items():
             work = functools.partial(self.on_tab, name)
             tab.select(work, given, [self.at, views["link"]], **light)
