@@ -1433,21 +1433,21 @@ class Link:
         return self.get(name) if self.get(name) in known else default
 
     def number(self, name, kind, low, high, default):
-        def within():
-            if not low <= (value := kind(self.get(name))) <= high:
-                raise ValueError
-            return value
+        def within(_):
+            if low <= (value := kind(self.get(name))) <= high:
+                return value
+            raise ValueError
 
-        return self.attempt(name, within, lambda: default)
+        return self.attempt(name, within, default)
 
-    def attempt(self, name, work, otherwise):
-        """What work() returns if the link has that part and it can be used."""
+    def attempt(self, name, work, value):
+        """work(value) if the link has that part and it can be used; else the value."""
         if self.get(name):
             try:
-                return work()
+                return work(value)
             except (ValueError, OverflowError):
                 self.wrong.add(name)
-        return otherwise()
+        return value
 
 
 def from_link(lab, session, query):
@@ -1455,25 +1455,22 @@ def from_link(lab, session, query):
     link = Link(query)
     name = link.one_of("checkpoint", lab.paths(), session["checkpoint"])
     start, session = examples(lab.get(name))[0][1], session | {"checkpoint": name}
-    session["prompt"] = link.get("prompt") or start
-    words = "\n".join(query.get("word") or [])
-    for part, work in (
-        ("word", lambda: add_words(lab, session, words, space=False)),
-        ("prompt", lambda: open_prompt(lab, session, session["prompt"])),
-        ("ids", lambda: _generated(lab, session, link)),
-    ):
-        session = link.attempt(part, work, lambda: session)
+    prompt, words = link.get("prompt") or start, "\n".join(query.get("word") or [])
+    session["prompt"] = prompt
+    session = link.attempt("word", lambda s: add_words(lab, s, words, space=False), session)
+    session = link.attempt("prompt", lambda s: open_prompt(lab, s, prompt), session)
     if not session["ids"]:
         session = open_prompt(lab, session, start)
+    session = link.attempt("ids", lambda s: _generated(lab, s, link), session)
     last = len(session["ids"]) - 1
-    session["position"] = link.number("position", int, 0, last, last)
+    position = link.number("position", int, 0, last, last)
+    session = trace_again(lab, session, position=position)
     pairs = [pair.partition(":") for pair in query.get("force") or ()]
-    force = lambda: {str(int(j)): int(bucket) for j, _, bucket in pairs}  # noqa: E731
-    session = link.attempt(
-        "force",
-        lambda: trace_again(lab, session, force=force()),
-        lambda: trace_again(lab, session),
-    )
+
+    def forced(s):
+        return trace_again(lab, s, force={str(int(j)): int(bucket) for j, _, bucket in pairs})
+
+    session = link.attempt("force", forced, session)
     values = [
         link.number(name, int if name == "top_k" else float, low, high, default)
         for name, (default, low, high) in SLIDERS.items()
@@ -1488,7 +1485,7 @@ def from_link(lab, session, query):
 def _generated(lab, session, link):
     """The session with the generated tokens of a link; their probabilities are made anew."""
     checkpoint, ids = current(lab, session), [int(i) for i in link.get("ids").split(",")]
-    known = 0 <= min(ids) and max(ids) < len(checkpoint.names)
+    known = all(0 <= i < len(checkpoint.names) for i in ids)
     if not known or len(ids) > checkpoint.facts["window"]:
         raise ValueError
     start = link.number("start", int, 1, len(ids), len(ids))
@@ -1719,7 +1716,7 @@ class Page:
             self.demo.load,
             self.on_load,
             (),
-            [*page, *self.cuts, self.at, *self.mirrored, self.tabs],
+            [*page, *self.cuts, self.at, *self.mirrored, self.tabs, self.seed],
         )
         for event in (self.look.click, self.prompt.submit):
             on(event, self.on_look, [self.prompt], show_progress="full")
@@ -1783,7 +1780,7 @@ class Page:
         choices = [gr.Dropdown(choices=list(self.lab.paths()), value=session["checkpoint"])] * 2
         start = [session["prompt"], *choices, self.examples_html(session)]
         drawn, tabs = self.drawn(session, values), gr.Tabs(selected=values[-1])
-        return [*drawn, *start, *values, *values[:3], tabs]
+        return [*drawn, *start, *values, *values[:3], tabs, session["seed"]]
 
     def on_look(self, session, *args):
         *seen, prompt = args
