@@ -1496,6 +1496,8 @@ def _generated(lab, session, link):
 
 def draw(lab, session, temperature, top_k, top_p, tab="signature"):
     """The session and the HTML of all views, in the order of DRAWN."""
+    if session["trace"] is None:  # stopped in the midst of generating
+        session = trace_again(lab, session, position=max(0, len(session["ids"]) - 2))
     checkpoint, trace = current(lab, session), session["trace"]
     return [
         session,
@@ -1737,7 +1739,7 @@ class Page:
             on(self.go.click, self.on_generate, [self.many, self.seed]),
             on(views["generate"].branch, self.on_branch, [self.many, self.seed]),
         ]
-        on(self.stop.click, self.on_stop, cancels=runs)
+        on(self.stop.click, lambda session, *seen: self.drawn(session, seen), cancels=runs)
         on(self.add.click, self.on_add, [self.words, self.space], [*everything, self.words])
         on(self.forget.click, self.on_forget)
         on(self.against.click, self.on_compare, [self.other_prompt, self.other], views["compare"])
@@ -1843,15 +1845,10 @@ class Page:
         if not 0 <= candidate < len(current(self.lab, session).names):
             raise ValueError(f"there is no token {candidate}")
         start = at + 1 if session["start"] is None else min(session["start"], at + 1)
-        log_p = {e["id"]: e["log_prob"] for e in session["trace"]["top_tokens"]}.get(candidate)
-        log_probs = {i: p for i, p in session["log_probs"].items() if i <= at} | {at + 1: log_p}
         ids = [*session["ids"][: at + 1], candidate]
+        log_probs = {i: p for i, p in session["log_probs"].items() if i <= at}
+        log_probs |= self.lab.log_probs(current(self.lab, session), ids, at + 1)
         yield from self.on_generate(session | {"log_probs": log_probs}, *args, ids=ids, start=start)
-
-    def on_stop(self, session, *seen):
-        if session["trace"] is None:  # in the midst of it
-            session = trace_again(self.lab, session, position=max(0, len(session["ids"]) - 2))
-        return self.drawn(session, seen)
 
     def on_slide(self, session, *seen):
         if session["trace"] is None:
@@ -1958,7 +1955,8 @@ def free_port(host, port):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for candidate in [port] if port else range(7860, 8060):
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if os.name == "posix":  # a port is free again at once
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, candidate))
                 return candidate
@@ -2005,6 +2003,7 @@ def selftest(address):
 def main(argv=None):
     """The exit status: 0, or 2 for a mistake in the call."""
     args = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # what atexit registered is done, too
     try:
         page, address = serve(args)
     except ValueError as error:
