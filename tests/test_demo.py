@@ -15,12 +15,13 @@ import os
 import re
 import types
 import urllib.parse
+import warnings
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import close
+from conftest import FIXTURES, close, one_sentence
 
 import demo_app
 import mhf
@@ -30,7 +31,7 @@ NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine
 TEXT = "".join(f"the {a} of {b}, or not to be {a}\n" for a in NUMBERS for b in NUMBERS)
 CORPUS = TEXT + "漢字仮名交じり文の例 " * 40 + "éééé 🙂🙂 \u200b\u0301 \t\t " * 20
 PROMPT = "the one of two, or not to be three"
-WINDOW = 32
+WINDOW = 64
 ATTACKS = (
     "<img src=x onerror=alert(1)>",
     '"><script>alert(1)</script>',
@@ -105,10 +106,12 @@ def runs(tmp_path_factory):
     return out
 
 
-@pytest.fixture(autouse=True)
-def not_shipped(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def not_shipped():
     """The checkpoint beside the app is not there: its numbers are no test's business."""
-    monkeypatch.setattr(demo_app, "SHIPPED", Path("nowhere"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(demo_app, "SHIPPED", Path("nowhere"))
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -1122,3 +1125,1164 @@ def test_an_export_cannot_leave_its_place(lab):
     told = json.loads(text)
     assert told["prompt"] == "</script><b>" and told["trace"] == session["trace"]
     assert told["ids"] == session["ids"] and isinstance(told["schema"], int)
+
+
+# ---------------------------------------------------------------------------------------------
+# Sessions
+# ---------------------------------------------------------------------------------------------
+
+
+def state_of(model):
+    """All that a model holds, to be compared later."""
+    tensors = {
+        k: v.clone() for k, v in itertools.chain(model.named_buffers(), model.named_parameters())
+    }
+    table = model.signatures
+    return tensors, list(table.tokens), table.ids.tolist(), dict(table._owner), repr(model.config)
+
+
+def assert_same_state(before, after):
+    assert before[1:] == after[1:] and before[0].keys() == after[0].keys()
+    assert all(torch.equal(before[0][k], after[0][k]) for k in before[0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_open_prompt(lab, kind):
+    """A prompt's ids are the tokenizer's; its trace is explain's, at the last token."""
+    session = opened(lab, kind=kind)
+    model, _ = of_model(lab, session)
+    if kind != "untokenized":
+        assert session["ids"] == tokenizer().encode(PROMPT)
+    assert session["position"] == len(session["ids"]) - 1 and session["notice"] == ""
+    expected = model.explain(session["ids"], all_scores=True)
+    if kind == "standard":
+        for entry in expected["tokens"] + expected["top_tokens"]:
+            raw = tokenizer().token_bytes(entry["id"])
+            entry |= {"bytes": list(raw), "text": raw.decode("utf-8", "backslashreplace")}
+    assert session["trace"] == expected
+
+
+def test_a_prompt_longer_than_the_context(lab):
+    """Of too many tokens the newest are read, and the notice has both numbers."""
+    text = TEXT[:2000]
+    session, ids = opened(lab, text), tokenizer().encode(text)
+    assert session["ids"] == ids[-WINDOW:] and session["prompt"] == text
+    assert f"{len(ids):,}" in session["notice"] and str(WINDOW) in session["notice"]
+    assert opened(lab, "the one")["notice"] == ""
+
+
+@pytest.mark.parametrize("text", ["", "a" * 10_001, "🙂" * 10_001], ids=len)
+def test_refused_prompts(lab, text):
+    """No character, and more than 10,000 of them, are refused in one sentence."""
+    with pytest.raises(ValueError) as error:
+        opened(lab, text)
+    one_sentence(error, *(["10,001", "10,000"] if text else []))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        " ",
+        "\n",
+        "\r\n\t",
+        "a" * 10_000,
+        "🙂" * 10_000,
+        "\x00",
+        "سلام",
+        "\u202e\u200f",
+        "\ufffd",
+        "e\u0301" * 99,
+    ],
+    ids=lambda text: ascii(text[:8]),
+)
+def test_unusual_prompts(lab, text):
+    """Blanks, 10,000 characters, right-to-left text, controls: all open, and all views are made."""
+    assert drawn(lab, opened(lab, text))
+
+
+@pytest.mark.parametrize("text", ["the \ud800 of", "\udfff"], ids=ascii)
+def test_half_a_character(lab, text):
+    """Half of a surrogate pair, which JSON can hold but UTF-8 cannot, is refused, or read as the
+    replacement character: never an error of another kind."""
+    try:
+        drawn(lab, opened(lab, text))
+    except ValueError as error:
+        assert not isinstance(error, UnicodeError), "no sentence for a user"
+
+
+@pytest.mark.parametrize("text", ["1 2", " 7 ", "339", "5\n6\t7"], ids=ascii)
+def test_prompts_of_ids(lab, text):
+    """Without a tokenizer a prompt is its ids."""
+    assert opened(lab, text, kind="untokenized")["ids"] == [int(i) for i in text.split()]
+
+
+@pytest.mark.parametrize(
+    "text", ["the", "1,2", "1.5", "340", "-1", " ", "9" * 5000, "1 2 x", "1e2"], ids=lambda t: t[:9]
+)
+def test_refused_ids(lab, text):
+    """What is no id of the vocabulary is refused in one sentence."""
+    with pytest.raises(ValueError) as error:
+        opened(lab, text, kind="untokenized")
+    one_sentence(error)
+    assert len(str(error.value)) < 300
+
+
+@pytest.mark.parametrize("position", [-99, 99, 10**30])
+def test_a_position_outside_is_the_last(lab, position):
+    """open_prompt at a position that the text does not have takes the last one."""
+    session = opened(lab, "the one of", position)
+    assert session["position"] == 2
+
+
+WORDS = "zebra\n漢字仮名\n🙂x\nnaïve"
+
+
+def test_words(lab):
+    """Each line is a token, with a space in front if asked for, behind those of the vocabulary."""
+    session = demo_app.add_words(lab, opened(lab), WORDS)
+    table = current(lab, session).model.signatures
+    expected = [f" {word}" for word in WORDS.split("\n")]
+    assert session["words"] == expected
+    assert table.tokens[340:] == current(lab, session).names[340:] == [w.encode() for w in expected]
+    session = demo_app.add_words(lab, session, " yak \r\n\n   \nyak", space=False)
+    assert session["words"] == [*expected, " yak ", "yak"]
+
+
+def test_words_in_a_prompt(lab):
+    """Own words are read as their tokens, the longest first, wherever they stand."""
+    session = demo_app.add_words(lab, opened(lab), "zeb\nzebra\nzebrawood", space=False)
+    session = open_prompt(lab, session, "the zebrawood zebra's zeb of")
+    encode = tokenizer().encode
+    assert session["ids"] == [
+        *encode("the "), 342, *encode(" "), 341, *encode("'s "), 340, *encode(" of")
+    ]  # fmt: skip
+    assert session["trace"]["tokens"][len(encode("the "))]["text"] == "zebrawood"
+
+
+@pytest.mark.parametrize("word", ["a.c", "(", "[x", "\\d", "a|b", "^$", "*"])
+def test_words_are_no_patterns(lab, word):
+    """A word that looks like a regular expression stands for itself alone."""
+    session = demo_app.add_words(lab, opened(lab), word)
+    assert open_prompt(lab, session, f"the {word}")["ids"] == [*tokenizer().encode("the"), 340]
+    assert 340 not in open_prompt(lab, session, "the abc 1 ab")["ids"]
+
+
+BAD_WORDS = {
+    "nothing": ("", []),
+    "blank lines": ("\n  \n\t", []),
+    "too many": ("\n".join(f"w{i}" for i in range(51)), [51, 50]),
+    "too long": ("x" * 64, [65, 64]),
+    "too long in bytes": ("🙂" * 16, [65, 64]),
+    "a token": ("of", []),
+    "a token of bytes": ("é", []),
+    "end of text": ("<|endoftext|>", []),
+    "twice": ("zebra\nyak\nzebra", []),
+    "half a character": ("zebra\ud800", []),
+    "a lone half": ("\udfff", []),
+}
+
+
+@pytest.mark.parametrize("name", BAD_WORDS)
+def test_refused_words(lab, name):
+    """What cannot be added is refused in a sentence without code in it, and nothing is added."""
+    text, values = BAD_WORDS[name]
+    session = opened(lab)
+    before = copy.deepcopy(session)
+    space = name not in ("end of text", "a token of bytes")
+    with pytest.raises(ValueError) as error:
+        demo_app.add_words(lab, session, text, space)
+    one_sentence(error, *values)
+    assert not isinstance(error.value, UnicodeError) and "b'" not in str(error.value)
+    assert session == before and len(lab.get("mhf").names) == 340
+
+
+def test_fifty_words_are_the_limit(lab):
+    """50 words of 64 bytes can be added, one after the other too, and then no more."""
+    session = demo_app.add_words(lab, opened(lab), "\n".join(f"{i:063}" for i in range(49)))
+    session = demo_app.add_words(lab, session, "y" * 64, space=False)
+    assert len(session["words"]) == 50 and drawn(lab, session)
+    with pytest.raises(ValueError) as error:
+        demo_app.add_words(lab, session, "one more")
+    one_sentence(error, 50, 1)
+
+
+@pytest.mark.parametrize("kind", ["untokenized", "standard"])
+def test_words_need_signatures_and_a_tokenizer(lab, kind):
+    """A standard model and one without our tokenizer take no words, and say so."""
+    with pytest.raises(ValueError) as error:
+        demo_app.add_words(lab, opened(lab, kind=kind), "zebra")
+    one_sentence(error)
+
+
+def test_words_of_one_are_not_those_of_another(lab):
+    """Two sessions add different words at the same id; neither knows the other's, in whatever
+    order they ask, and a third has none."""
+    one = demo_app.add_words(lab, opened(lab), "zebra")
+    two = demo_app.add_words(lab, opened(lab), "yak")
+    for _ in range(3):
+        for session, own, foreign in ((one, " zebra", " yak"), (two, " yak", " zebra")):
+            told = open_prompt(lab, session, "the zebra yak")
+            assert told["trace"]["vocab_size"] == 341
+            assert own in [t["text"] for t in told["trace"]["tokens"]]
+            views = "".join(drawn(lab, told | {"prompt": "", "ids": [340], "position": 0}).values())
+            assert foreign.strip() not in views.replace(own.strip(), "")
+        assert 340 not in opened(lab, "the zebra yak")["ids"]
+
+
+def test_words_leave_the_shared_model_alone(lab):
+    """The model that all share is bit for bit what it was; a user's model has its parameters,
+    the very same ones, and signatures of its own."""
+    shared = lab.get("mhf")
+    before, names = state_of(shared.model), list(shared.names)
+    session = written(lab, demo_app.add_words(lab, opened(lab), WORDS))[-1]
+    own = current(lab, session)
+    assert_same_state(before, state_of(shared.model))
+    assert shared.names == names and len(shared.model.signatures) == 340
+    assert own.model is not shared.model and own.model.signatures is not shared.model.signatures
+    for (name, p), (_, q) in zip(
+        own.model.named_parameters(), shared.model.named_parameters(), strict=True
+    ):
+        assert p is q, name
+    assert own.model.model.hash_map[:340].equal(shared.model.model.hash_map)
+
+
+def test_many_users_with_words(lab):
+    """Of more users with words than are kept at a time, the first one's ids are still the same."""
+    sessions = [demo_app.add_words(lab, opened(lab), f"user{i}") for i in range(20)]
+    for i, session in enumerate(sessions):
+        again = open_prompt(lab, session, f"the user{i}")
+        assert again["ids"][-1] == 340 and again["trace"]["tokens"][-1]["text"] == f" user{i}"
+
+
+def test_a_new_prompt_keeps_words_and_drops_the_rest(lab):
+    """What was forced and generated ends with the prompt; a user's words stay."""
+    session = demo_app.add_words(lab, opened(lab), "zebra")
+    session = written(lab, demo_app.trace_again(lab, session, force={"0": 3}))[-1]
+    session = open_prompt(lab, session, "the zebra")
+    assert session["words"] == [" zebra"] and session["ids"][-1] == 340
+    assert (session["force"], session["start"], session["log_probs"]) == ({}, None, {})
+
+
+# ---------------------------------------------------------------------------------------------
+# Generation
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("cuts", [(1.0, 0, 1.0), (0.7, 5, 0.9), (0.0, 0, 1.0)], ids=str)
+def test_generated_tokens_are_the_librarys(lab, kind, cuts):
+    """One session a token, each with one more; ids and log P are those of model.generate."""
+    session = opened(lab, kind=kind)
+    model, _ = of_model(lab, session)
+    *steps, last = written(lab, session, 6, cuts, seed=3)
+    temperature, top_k, top_p = cuts
+    stop = () if kind == "untokenized" else [tokenizer().eot]
+    expected = list(
+        model.generate(
+            session["ids"], 6, temperature, top_k or None, top_p, stop, 3, return_log_probs=True
+        )
+    )
+    start = len(session["ids"])
+    new, log_p = (list(part) for part in zip(*expected, strict=True))
+    assert last["ids"] == session["ids"] + new and last["start"] == start
+    assert [step["ids"] for step in steps] == [
+        last["ids"][: start + n + 1] for n in range(len(new))
+    ]
+    assert all(step["trace"] is None for step in steps)
+    assert list(last["log_probs"].values()) == log_p
+    assert last["trace"]["position"] == len(last["ids"]) - 2
+    assert last["trace"]["next"]["id"] == new[-1] and last["seed"] == 3
+    close(last["trace"]["next"]["log_prob"], log_p[-1])
+
+
+def test_seeds(lab):
+    """The same seed gives the same text, another one another."""
+    one, again, other = (written(lab, opened(lab, "the"), 20, seed=s)[-1]["ids"] for s in (1, 1, 2))
+    assert one == again != other
+
+
+def test_generation_ends_with_the_context(lab):
+    """As many tokens come as the context has room for; a full one is refused with its size."""
+    ids = (tokenizer().encode(TEXT))[:WINDOW]
+    session = demo_app.trace_again(lab, fresh(ids=ids[:-3]), position=-1)
+    assert len(written(lab, session, 20, seed=5)[-1]["ids"]) <= WINDOW
+    assert max(len(s["ids"]) for n in range(5) for s in written(lab, session, 20, seed=n)) == WINDOW
+    with pytest.raises(ValueError) as error:
+        written(lab, demo_app.trace_again(lab, fresh(ids=ids), position=-1))
+    one_sentence(error, WINDOW)
+
+
+def test_no_more_tokens_than_are_allowed(lab, monkeypatch):
+    """Whatever the browser asks for, the server's limit holds."""
+    monkeypatch.setattr(demo_app, "MAX_TOKENS", 4)
+    assert len(written(lab, opened(lab, "the"), 10**9)) == 5
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1e300])
+def test_refused_seeds(lab, seed):
+    """A seed that PyTorch cannot take is refused with its value's range."""
+    with pytest.raises(ValueError) as error:
+        written(lab, opened(lab), seed=seed)
+    one_sentence(error, 0, 2**63 - 1)
+
+
+@pytest.mark.parametrize(
+    "cuts", [(-1, 0, 1), (math.nan, 0, 1), (1, -5, 1), (1, 0, 0), (1, 0, 2)], ids=str
+)
+def test_refused_settings(lab, cuts):
+    """Settings outside their range are refused in one sentence, should they come by."""
+    with pytest.raises(ValueError) as error:
+        written(lab, opened(lab), cuts=cuts)
+    one_sentence(error)
+
+
+def test_generation_stops_at_the_end_of_text(lab, monkeypatch):
+    """The tokenizer's end-of-text token ends the text; without a tokenizer nothing does."""
+    asked = []
+
+    def generate(self, *args, **named):
+        asked.append(args[5])
+        return iter([])
+
+    monkeypatch.setattr(mhf.LanguageModel, "generate", generate)
+    for kind in ("mhf", "untokenized"):
+        written(lab, opened(lab, kind=kind))
+    assert list(asked[0]) == [tokenizer().eot] and list(asked[1]) == []
+
+
+def test_going_on(lab):
+    """Generating again goes on behind what there is, and keeps the probabilities before it."""
+    first = written(lab, opened(lab, "the"), 5)[-1]
+    second = written(lab, first, 5, start=first["start"])[-1]
+    model, ids = of_model(lab, second)
+    assert second["ids"][: len(first["ids"])] == first["ids"] and second["start"] == first["start"]
+    log_p = model.log_probs(ids)[0]
+    assert list(second["log_probs"]) == list(range(first["start"], len(second["ids"])))
+    for i, found in second["log_probs"].items():
+        close(found, log_p[i - 1, ids[0, i]])
+
+
+# ---------------------------------------------------------------------------------------------
+# Links
+# ---------------------------------------------------------------------------------------------
+
+
+def followed(lab, link, start=None):
+    """(session, values) of a link, as a browser that opens it gives it to the page."""
+    query = urllib.parse.parse_qs(link.lstrip("?"))
+    return demo_app.from_link(lab, start or fresh(), query)
+
+
+def linked(lab):
+    """Sessions in which every field is another than at the start."""
+    base = opened(lab, position=2)
+    words = demo_app.add_words(lab, base, WORDS + "\n a=b&c", space=False)
+    yield "plain", opened(lab), (*CUTS, "signature")
+    yield "position", opened(lab, position=0), (*CUTS, "gate")
+    yield "sliders", base, (0.35, 40, 0.95, "probability")
+    yield "greedy", base, (0.0, 1000, 0.01, "probability")
+    yield "force", opened(lab, position=1, force={"0": 5, "1": 9}), (*CUTS, "cascade")
+    yield "words", open_prompt(lab, words, "the naïve 🙂x"), (*CUTS, "vocabulary")
+    yield "generated", written(lab, words, 9, seed=7)[-1], (0.7, 5, 0.9, "generate")
+    yield (
+        "looked at",
+        demo_app.trace_again(lab, written(lab, base, 9, seed=7)[-1], position=3),
+        (*CUTS, "gate"),
+    )
+    yield "other", opened(lab, kind="crowded") | {"default": "mhf"}, (*CUTS, "compare")
+    yield "ids", opened(lab, kind="untokenized") | {"default": "mhf"}, (*CUTS, "train")
+    yield (
+        "standard",
+        written(lab, opened(lab, kind="standard"))[-1] | {"default": "mhf"},
+        (*CUTS, "train"),
+    )
+    for text in (" ", "\n\n", *ATTACKS, "+%20&=?#", "سلام", "\x00"):
+        yield text, opened(lab, text), (*CUTS, "signature")
+
+
+def test_links_lead_back(lab):
+    """Every field of a session survives its link: prompt, checkpoint, words, position, forced
+    buckets, generated ids, their seed and probabilities, the sliders and the tab."""
+    for name, session, values in linked(lab):
+        found, told = followed(lab, demo_app.permalink(session, *values))
+        log_probs, expected = found.pop("log_probs"), session["log_probs"]
+        assert told == list(values), name
+        assert log_probs.keys() == expected.keys(), name
+        close(list(log_probs.values()), list(expected.values()))
+        seed = {"seed": session["seed"] if session["start"] is not None else 0, "notice": ""}
+        session = {k: v for k, v in session.items() if k != "log_probs"} | seed
+        assert found == session, name
+
+
+def test_a_link_says_only_what_is_not_as_at_the_start(lab):
+    """A new session's link is its prompt and tab."""
+    link = demo_app.permalink(opened(lab), *CUTS, "signature")
+    assert urllib.parse.parse_qs(link[1:]).keys() == {"prompt", "tab"}
+
+
+BAD_LINKS = {
+    "temperature": ["nan", "inf", "-1", "3.01", "1e999", "x", "0x1", "1,0", "9" * 5000],
+    "top_k": ["-1", "1001", "2.5", "x", "nan", "9" * 5000, "1e3"],
+    "top_p": ["0", "1.01", "-1", "nan", "x"],
+    "position": ["-1", "99", "x", "1.0", "9" * 5000, "9" * 20],
+    "checkpoint": ["nowhere", "../mhf", "/etc", "mhf/step-1", "9" * 5000],
+    "tab": ["nowhere", "Gate", "0"],
+    "force": [
+        "9:1",
+        "-1:1",
+        "0:999",
+        "0:-1",
+        "x",
+        "0",
+        ":",
+        "0:1:2",
+        "0:x",
+        f"0:{'9' * 5000}",
+        "0:1.5",
+    ],
+    "ids": ["1,2,340", "-1,2", "1,,2", "x", ",".join("1" * (WINDOW + 1)), "9" * 30, "1.5"],
+    "word": ["the", "x" * 65, "\n".join(f"w{i}" for i in range(51))],
+    "prompt": ["a" * 10_001],
+}
+CASES = [(part, value) for part, values in BAD_LINKS.items() for value in values]
+
+
+@pytest.mark.parametrize(("part", "value"), CASES, ids=lambda text: text[:12])
+def test_bad_parts_of_a_link(lab, part, value):
+    """A part that cannot be used is named in the notice and has its default; the others hold."""
+    good = {"prompt": PROMPT, "temperature": "0.5", "top_k": "7", "position": "3", "tab": "gate"}
+    link = urllib.parse.urlencode(good | {part: value})
+    session, (temperature, top_k, top_p, tab) = followed(lab, link)
+    assert part in session["notice"] and "\n" not in session["notice"]
+    assert not {p for p in BAD_LINKS if p != part and p in session["notice"].split("could not")[0]}
+    assert session["trace"] and drawn(lab, session, temperature, top_k, top_p, tab)
+    if part not in ("prompt", "ids"):
+        assert session["prompt"] == PROMPT and session["words"] == []
+    if part != "position" and part != "prompt":
+        assert session["position"] == 3
+    assert (temperature, top_k, top_p) == (
+        1.0 if part == "temperature" else 0.5,
+        0 if part == "top_k" else 7,
+        1.0,
+    )
+    assert tab == ("signature" if part == "tab" else "gate")
+    assert (session["checkpoint"], session["force"], session["start"]) == ("mhf", {}, None)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [
+        *itertools.product(["start"], ["0", "99", "x", "9" * 5000]),
+        *itertools.product(["seed"], ["-1", str(2**63), "nan"]),
+    ],
+    ids=lambda text: text[:9],
+)
+def test_bad_parts_of_a_generated_text(lab, part, value):
+    """With bad numbers beside them, the ids still open."""
+    ids = tokenizer().encode("the one of two")
+    link = {"ids": ",".join(map(str, ids)), "start": "1", "seed": "5", part: value}
+    session, _ = followed(lab, urllib.parse.urlencode(link))
+    assert session["ids"] == ids and session["trace"] and drawn(lab, session)
+    assert part in session["notice"]
+
+
+ODD_LINKS = (
+    "",
+    "__theme=dark",
+    "prompt=",
+    "prompt=%ff%fe",
+    "prompt=%00",
+    "prompt=%ed%a0%80",
+    "prompt=a&prompt=b",
+    "x=1&x=2",
+    "=",
+    "&&",
+)
+
+
+@pytest.mark.parametrize("link", ODD_LINKS)
+def test_odd_links(lab, link):
+    """Nothing, foreign parts and bytes that are no UTF-8 open a page, without a notice."""
+    session, values = followed(lab, link)
+    assert session["trace"] and session["notice"] == "" and values == [*CUTS, "signature"]
+    assert drawn(lab, session)
+
+
+def test_a_link_does_not_change_the_start(lab):
+    """The session that all users start from is as before, whatever a link says."""
+    start = fresh()
+    before = copy.deepcopy(start)
+    for _, session, values in linked(lab):
+        followed(lab, demo_app.permalink(session, *values), start)
+    assert start == before == fresh() and FRESH["force"] == {} and FRESH["words"] == []
+
+
+# ---------------------------------------------------------------------------------------------
+# Checkpoints
+# ---------------------------------------------------------------------------------------------
+
+
+def test_checkpoints_of_the_output_folder(lab, runs):
+    """The names are those of runs with a checkpoint, the newest first."""
+    assert list(lab.paths()) == list(KINDS)
+    (runs / "no checkpoint").mkdir()
+    assert list(Lab(None, runs).paths()) == list(KINDS)
+
+
+def test_a_new_run_appears(tmp_path):
+    """A run that is saved while the page is open can be chosen."""
+    lab = Lab(None, tmp_path)
+    assert lab.paths() == {}
+    make(tmp_path / "new")
+    assert lab.get("new").facts["V"] == 340
+
+
+def test_a_run_that_goes_on_is_read_anew(tmp_path):
+    """When a run saved another step, that one is opened."""
+    lab = Lab(None, make(tmp_path / "run").parent)
+    before = lab.get("run").model.model.embed_tokens.weight.clone()
+    make(tmp_path / "run", "step-2", seed=1)
+    assert not torch.equal(lab.get("run").model.model.embed_tokens.weight, before)
+    assert lab.get("run") is lab.get("run")
+
+
+def test_the_given_checkpoint_comes_first(runs, tmp_path):
+    """--checkpoint is the default, a run as well as a folder, also if a run of the output folder
+    has the same name."""
+    given = make(tmp_path / "mhf", seed=5)
+    lab = Lab(given, runs)
+    name = next(iter(lab.paths()))
+    expected = mhf.load(given).model.embed_tokens.weight
+    assert torch.equal(lab.get(name).model.model.embed_tokens.weight, expected)
+    assert Page(lab).default == name
+    assert next(iter(Lab(given / "step-1", runs).paths())) == "step-1"
+
+
+@pytest.mark.parametrize("name", ["nowhere", "", None, "../mhf", "mhf/step-1", "/etc/passwd"])
+def test_only_checkpoints_of_the_list(lab, name):
+    """No other name, and no path, opens anything."""
+    with pytest.raises(ValueError) as error:
+        lab.get(name)
+    one_sentence(error, "mhf")
+
+
+def test_damaged_checkpoints(runs, tmp_path):
+    """A damaged run beside a good one is refused in one sentence; the page and its links go on."""
+    for kind in ("mhf", "standard"):
+        make(tmp_path / kind, **KINDS[kind])
+    os.utime(tmp_path / "mhf" / "last", (2e9, 2e9))
+    (tmp_path / "standard" / "step-1" / "model.safetensors").write_bytes(b"damaged")
+    lab = Lab(None, tmp_path)
+    assert Page(lab).default == "mhf"
+    with pytest.raises(ValueError) as error:
+        lab.get("standard")
+    one_sentence(error)
+    session, _ = followed(lab, "checkpoint=standard&prompt=the")
+    assert session["checkpoint"] == "mhf" and "checkpoint" in session["notice"]
+
+
+def test_nothing_to_show(tmp_path):
+    """Without any checkpoint the page says what to do."""
+    with pytest.raises(ValueError) as error:
+        Page(Lab(None, tmp_path))
+    one_sentence(error)
+    assert "train.py" in str(error.value) and "--checkpoint" in str(error.value)
+
+
+def test_a_published_checkpoint(tmp_path):
+    """A checkpoint as others publish it opens: prompts are ids, tokens their numbers."""
+    lab = Lab(FIXTURES / "tiny_h4", tmp_path)
+    page = Page(lab)
+    session = page.begin
+    assert session["ids"] and all(isinstance(i, int) for i in session["ids"])
+    model, ids = of_model(lab, session)
+    view = demo_app.view_probability(session["trace"])
+    close([row["p"] for row in view["rows"]], model.log_probs(ids)[0, -1].exp().topk(10).values)
+    views = {name: Reader(html) for name, html in drawn(lab, session).items()}
+    assert f"#{session['ids'][0]}" in views["tokens"].text
+    assert written(lab, session, 5)[-1]["trace"]["next"]
+
+
+# ---------------------------------------------------------------------------------------------
+# Models that a student changed
+# ---------------------------------------------------------------------------------------------
+
+
+class Mean(torch.nn.Module):
+    """A gate without scores; what it gives beside the vector is chosen by `gate`."""
+
+    def __init__(self, gate):
+        super().__init__()
+        self.gate = gate
+
+    def forward(self, e):
+        return e.mean(-2), self.gate(e)
+
+
+def own_class(**members):
+    """The model becomes one of a class in which the members are others."""
+
+    def change(model):
+        model.__class__ = type("Changed", (mhf.MultiHashFormer,), members)
+
+    return change
+
+
+def other_combiner(gate):
+    def change(model):
+        model.model.combiner = Mean(gate)
+
+    return change
+
+
+def other_head(model):
+    """All functions are predicted at once from the state: there is no cascade."""
+    model.hash_head = Parallel()
+
+
+class Parallel(torch.nn.Module):
+    def forward(self, h, table):
+        return torch.einsum("...d,hbd->...hb", h, table)
+
+
+def two_in_a_step(model):
+    """The cascade's steps tell one thing less."""
+    steps = model.hash_head.steps
+    model.hash_head.steps = lambda *args, **how: (step[:2] for step in steps(*args, **how))
+    model.hash_head.forward = lambda h, table: torch.stack([o for o, *_ in steps(h, table)], -2)
+
+
+CHANGES = {  # name: (change, views that have to say that something is missing)
+    "uniform gate": (
+        other_combiner(lambda e: torch.full(e.shape[:-1], 1 / e.shape[-2])),
+        (),
+    ),
+    "no gate": (other_combiner(lambda e: None), ("gate",)),
+    "a gate for each dimension": (other_combiner(lambda e: e.softmax(-2)), ("gate",)),
+    "one number for a gate": (other_combiner(lambda e: e.mean((-1, -2))), ("gate",)),
+    "embed without return_gate": (
+        own_class(
+            embed=lambda self, ids: self.model.combiner(self.model.embed_tokens(self.rows[ids]))[0]
+        ),
+        ("gate",),
+    ),
+    "embed returns three": (
+        own_class(
+            embed=lambda self, ids, return_gate=False: (
+                (*mhf.MultiHashFormer.embed(self, ids, True), None)
+                if return_gate
+                else mhf.MultiHashFormer.embed(self, ids)
+            )
+        ),
+        ("gate",),
+    ),
+    "another head": (other_head, ("cascade",)),
+    "two things in a step": (two_in_a_step, ("cascade",)),
+    "no explain": (own_class(explain=None), ("gate", "cascade", "signature")),
+    "explain divides by zero": (
+        own_class(explain=lambda *args, **how: 1 / 0),
+        ("gate", "cascade", "signature"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_changed_model_opens(own_lab, name):
+    """The page opens; views whose quantity is gone say so, next tokens are log_probs', and text is
+    generated."""
+    change, missing = CHANGES[name]
+    checkpoint = own_lab.get("mhf")
+    change(checkpoint.model)
+    page = Page(own_lab)
+    views = drawn(own_lab, page.begin)
+    functions = {
+        "signature": lambda trace: demo_app.view_signature(trace, checkpoint.facts),
+        "gate": demo_app.view_gate,
+        "cascade": demo_app.view_cascade,
+    }
+    for view in missing:
+        absent = functions[view](page.begin["trace"])["absent"]
+        assert absent.split(" (")[0] in Reader(views[view]).text
+    view = demo_app.view_probability(page.begin["trace"])
+    model, ids = of_model(own_lab, page.begin)
+    close(
+        [row["p"] for row in view["rows"][:10]],
+        model.log_probs(ids)[0, -1].exp().topk(10).values,
+        atol=1e-6,
+    )
+    session = written(own_lab, page.begin, 3)[-1]
+    assert session["trace"]["next"] and drawn(own_lab, session)
+    for position in (0, 1):
+        assert drawn(own_lab, demo_app.trace_again(own_lab, session, position=position))
+
+
+def test_mistakes_are_no_changes(own_lab):
+    """Of a changed model, too, ids and positions outside are refused in one sentence."""
+    checkpoint = own_lab.get("untokenized")
+    CHANGES["another head"][0](checkpoint.model)
+    for text in ("340", "-1", "1 2 99999"):
+        with pytest.raises(ValueError) as error:
+            opened(own_lab, text, kind="untokenized")
+        one_sentence(error)
+
+
+# ---------------------------------------------------------------------------------------------
+# The JSON endpoint's answer
+# ---------------------------------------------------------------------------------------------
+
+QUESTIONS = [
+    {},
+    {"position": 0},
+    {"position": -3, "top_k": 3},
+    {"position": 2.0, "top_k": 100},
+    {"force": {"0": 5}},
+    {"force": {"0": "5", "1": 9}, "position": 1},
+    {"force": None},
+    {"force": {}},
+    {"checkpoint": "crowded"},
+    {"checkpoint": "standard", "top_k": 2},
+]
+
+
+@pytest.mark.parametrize("question", QUESTIONS, ids=str)
+def test_inspect_is_explain(lab, question):
+    """The answer is mhf.explain's dict, and the ids; of the standard model with the bytes."""
+    told = demo_app.inspect_prompt(lab, PROMPT, **question)
+    model, ids = lab.get(question.get("checkpoint") or "mhf").model, tokenizer().encode(PROMPT)
+    force = {int(j): int(b) for j, b in (question.get("force") or {}).items()}
+    position, top_k = int(question.get("position", -1)), question.get("top_k", 10)
+    expected = model.explain(ids, position, top_k, force)
+    if question.get("checkpoint") == "standard":
+        for entry in [*told["tokens"], *told["top_tokens"]]:
+            raw = tokenizer().token_bytes(entry["id"])
+            assert entry["bytes"] == list(raw)
+            entry["bytes"] = entry["text"] = None
+    assert told == expected | {"ids": ids}
+
+
+WRONG = {
+    "no text": {"prompt": ""},
+    "10,001 characters": {"prompt": "a" * 10_001},
+    "more than the context": {"prompt": TEXT[:500]},
+    "a number": {"prompt": 5},
+    "None": {"prompt": None},
+    "a list": {"prompt": ["the"]},
+    "position beyond": {"position": 99},
+    "position before": {"position": -99},
+    "position as text": {"position": "1"},
+    "position None": {"position": None},
+    "position true": {"position": True},
+    "position between": {"position": 1.5},
+    "position nan": {"position": math.nan},
+    "position infinite": {"position": math.inf},
+    "position huge": {"position": 10**400},
+    "position a list": {"position": [1]},
+    "top_k 0": {"top_k": 0},
+    "top_k -1": {"top_k": -1},
+    "top_k 101": {"top_k": 101},
+    "top_k as text": {"top_k": "5"},
+    "top_k nan": {"top_k": math.nan},
+    "top_k infinite": {"top_k": -math.inf},
+    "top_k huge": {"top_k": 10**400},
+    "top_k None": {"top_k": None},
+    "force a list": {"force": [[0, 1]]},
+    "force text": {"force": "0:1"},
+    "force a number": {"force": 7},
+    "force of no function": {"force": {"3": 1}},
+    "force of function -1": {"force": {"-1": 1}},
+    "force of no bucket": {"force": {"0": 64}},
+    "force of bucket -1": {"force": {"0": -1}},
+    "force between buckets": {"force": {"0": 1.5}},
+    "force true": {"force": {"0": True}},
+    "force nan": {"force": {"0": math.nan}},
+    "force infinite": {"force": {"0": math.inf}},
+    "force None": {"force": {"0": None}},
+    "force of text": {"force": {"x": 1}},
+    "force of a list": {"force": {"0": [1]}},
+    "no checkpoint": {"checkpoint": "nowhere"},
+    "a path": {"checkpoint": "/etc"},
+    "a path up": {"checkpoint": "../mhf"},
+    "checkpoint a number": {"checkpoint": 5},
+    "checkpoint a list": {"checkpoint": ["mhf"]},
+    "checkpoint a dict": {"checkpoint": {"mhf": 1}},
+    "standard forced": {"checkpoint": "standard", "force": {"0": 1}},
+    "text for ids": {"checkpoint": "untokenized"},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_questions(lab, name):
+    """Every wrong input is a ValueError whose text is one sentence of ours, no longer than 600
+    characters: neither Python's own words nor all that was sent."""
+    with pytest.raises(ValueError) as error:
+        demo_app.inspect_prompt(lab, **({"prompt": "the one"} | WRONG[name]))
+    one_sentence(error)
+    assert type(error.value) is ValueError and len(str(error.value)) < 600
+    foreign = ("NoneType", "cannot convert", "codec", "unhashable", "invalid literal", "Traceback")
+    assert not [text for text in foreign if text in str(error.value)]
+
+
+def test_long_wrong_questions_are_not_repeated(lab):
+    """A megabyte of nonsense is not sent back."""
+    for question in ({"force": "x" * 10**6}, {"checkpoint": "x" * 10**6}, {"prompt": [0] * 10**6}):
+        with pytest.raises(ValueError) as error:
+            demo_app.inspect_prompt(lab, **({"prompt": "the"} | question))
+        assert len(str(error.value)) < 1000
+
+
+# ---------------------------------------------------------------------------------------------
+# The page
+# ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def page(lab):
+    return Page(lab)
+
+
+VIEWS = [*demo_app.TABS, "tokens", "link", "tour", "examples"]
+CONTROLS = (
+    *("prompt", "checkpoint", "look", "go", "stop", "words", "add", "forget", "other-prompt"),
+    *("other-checkpoint", "against", "export", "tour-back", "tour-next", "views"),
+)
+
+
+def test_the_parts_of_the_page(page):
+    """All views and controls are there, under their names, and each only once."""
+    parts = page.demo.get_config_file()["components"]
+    ids = [part["props"]["elem_id"] for part in parts if part["props"].get("elem_id")]
+    assert {*VIEWS, *CONTROLS} <= set(ids) and len(ids) == len(set(ids))
+
+
+def test_every_view_is_filled_at_the_start(page):
+    """The page's HTML is drawn before anybody asks, the first example's tokens in it."""
+    parts = page.demo.get_config_file()["components"]
+    parts = [part["props"] for part in parts if part["type"] == "html"]
+    filled = {part["elem_id"]: part["value"] for part in parts if part.get("elem_id")}
+    assert all(Reader(filled[name]).text.strip() for name in VIEWS)
+    for name, html in drawn(page.lab, page.begin).items():
+        assert filled[name] == html
+
+
+def test_no_template_of_gradio_reads_user_text(page):
+    """gr.HTML evaluates its template after the values are in; all templates are constants that
+    take the value as a whole, and scripts have no value in them."""
+    parts = [p["props"] for p in page.demo.get_config_file()["components"] if p["type"] == "html"]
+    assert {part.get("html_template") for part in parts} <= {"${value}", "<span></span>"}
+    scripts = {part.get("js_on_load") for part in parts}
+    assert len(scripts) <= 4
+    assert all("{{" not in (script or "") and "${" not in (script or "") for script in scripts)
+
+
+def test_no_files_and_no_paths(page):
+    """Nothing on the page takes a file, and checkpoints are chosen from a list alone."""
+    parts = page.demo.get_config_file()["components"]
+    assert not {"file", "uploadbutton", "fileexplorer", "image", "audio"} & {
+        p["type"] for p in parts
+    }
+    for part in parts:
+        if part["type"] == "dropdown":
+            assert not part["props"].get("allow_custom_value")
+            assert [name for name, _ in part["props"]["choices"]] == list(KINDS)
+
+
+LIGHT = {
+    "on_slide",
+    "on_tab",
+    "on_export",
+    "on_fit",
+    "on_halt",
+    "on_further",
+    "on_tick",
+    "<lambda>",
+}
+
+
+def name_of(function):
+    """The name of an event's function, whatever wraps it."""
+    function = inspect.unwrap(function)
+    return getattr(function, "func", function).__name__
+
+
+def events(page):
+    """The events that run Python: those that only cancel or run in the browser have no function."""
+    return [fn for fn in page.demo.fns.values() if fn.fn is not None and not fn.js]
+
+
+def test_all_that_runs_a_model_waits_in_one_queue(page):
+    """One at a time, in the queue "model"; what is answered at once is of a short list."""
+    names = {name_of(fn.fn) for fn in events(page)}
+    assert {"on_look", "on_generate", "on_branch", "on_compare", "on_add", "api_inspect"} <= names
+    for fn in events(page):
+        if name_of(fn.fn) not in LIGHT:
+            assert (fn.concurrency_id, fn.concurrency_limit, fn.queue) == ("model", 1, True)
+
+
+def test_one_endpoint_is_public(page):
+    """/inspect, and nothing else."""
+    public = [fn.api_name for fn in page.demo.fns.values() if fn.api_visibility == "public"]
+    assert public == ["inspect"]
+    assert page.demo.get_api_info()["named_endpoints"].keys() == {"/inspect"}
+
+
+def asked(page, fn, session, **event):
+    """What an event's function gives for the values that stand on the page."""
+    event = types.SimpleNamespace(**{"index": 0, "function": 0, "bucket": 3, "id": 5} | event)
+    request = types.SimpleNamespace(query_params="")
+    values = [session if part is page.session else part.value for part in fn.inputs]
+    first = list(inspect.signature(fn.fn).parameters.values())[:1]
+    kinds = {demo_app.gr.EventData: event, demo_app.gr.Request: request}
+    values = [kinds[p.annotation] for p in first if p.annotation in kinds] + values
+    if inspect.isgeneratorfunction(fn.fn):
+        return list(fn.fn(*values))
+    return [fn.fn(*values)]
+
+
+def test_every_event_fills_its_outputs(page):
+    """Each function gives one value for each of its event's outputs, at every step."""
+    for fn in events(page):
+        if name_of(fn.fn) in ("api_inspect", "<lambda>"):
+            continue
+        session = page.begin
+        if name_of(fn.fn) == "on_add":
+            words = next(part for part in fn.inputs if part.elem_id == "words")
+            words.value, before = "zebra", words.value
+        for given in asked(page, fn, session):
+            many = len(given) if isinstance(given, (list, tuple)) else 1
+            assert many == len(fn.outputs), name_of(fn.fn)
+        if name_of(fn.fn) == "on_add":
+            words.value = before
+
+
+def test_light_events_run_no_model(page, monkeypatch):
+    """Sliders, tabs and export are answered from what is there: a model call would fail."""
+
+    def refuse(*args, **named):
+        raise AssertionError("a model was run")
+
+    monkeypatch.setattr(mhf.Backbone, "forward", refuse)
+    monkeypatch.setattr(mhf.LanguageModel, "explain", refuse)
+    ran = set()
+    for fn in events(page):
+        if name_of(fn.fn) in LIGHT - {"on_fit", "on_halt", "on_further", "on_tick"}:
+            assert asked(page, fn, page.begin)
+            ran.add(name_of(fn.fn))
+    assert ran >= {"on_slide", "on_tab", "on_export"}
+    with pytest.raises(AssertionError):
+        page.on_look(page.begin, *CUTS, "signature", "the one")
+
+
+SEEN = (*CUTS, "signature")
+
+
+def test_picking_a_token(page):
+    """A click moves all views to that token and lets go of forced buckets; one outside counts as
+    the nearest."""
+    session = opened(page.lab, force={"0": 3})
+    for index, expected in ((2, 2), (0, 0), (10**9, 9), (-5, 0)):
+        session, *_ = page.on_pick(types.SimpleNamespace(index=index), session, *SEEN)
+        assert (session["position"], session["force"]) == (expected, {})
+
+
+def test_forcing_a_bucket(page):
+    """A click forces, a second one lets go; two functions can be forced; −1 lets go of all."""
+
+    def click(session, j, bucket):
+        event = types.SimpleNamespace(function=j, bucket=bucket)
+        return page.on_force(event, session, *SEEN)[0]
+
+    session = click(opened(page.lab), 0, 3)
+    model, ids = of_model(page.lab, session)
+    assert session["trace"] == model.explain(ids, force={0: 3}, all_scores=True)
+    both = click(session, 1, 9)
+    assert both["force"] == {"0": 3, "1": 9} and click(both, 0, 4)["force"] == {"0": 4, "1": 9}
+    assert click(both, 0, 3)["force"] == {"1": 9} and click(both, -1, 0)["force"] == {}
+    for j, bucket in ((3, 0), (-2, 0), (0, 64), (0, -1), (10**30, 0)):
+        with pytest.raises(ValueError) as error:
+            click(both, j, bucket)
+        one_sentence(error)
+
+
+def test_another_candidate(page):
+    """A candidate is put behind the chosen step, with its own probability, and the text goes on."""
+    before = written(page.lab, opened(page.lab, "the one"), 6)[-1]
+    before = demo_app.trace_again(page.lab, before, position=before["start"])
+    candidate = before["trace"]["top_tokens"][3]["id"]
+    event = types.SimpleNamespace(id=candidate)
+    *_, (session, *_) = page.on_branch(event, before, *SEEN, 5, 0)
+    at = before["position"] + 1
+    assert session["ids"][:at] == before["ids"][:at] and session["ids"][at] == candidate
+    assert session["start"] == before["start"]
+    model, ids = of_model(page.lab, session)
+    log_p = model.log_probs(ids)[0]
+    assert list(session["log_probs"]) == list(range(session["start"], len(session["ids"])))
+    for i, found in session["log_probs"].items():
+        close(found, log_p[i - 1, ids[0, i]])
+
+
+@pytest.mark.parametrize("candidate", [340, -1, 10**30])
+def test_no_such_candidate(page, candidate):
+    """A token that there is not is refused."""
+    with pytest.raises(ValueError) as error:
+        list(page.on_branch(types.SimpleNamespace(id=candidate), opened(page.lab), *SEEN, 5, 0))
+    one_sentence(error, candidate)
+
+
+def test_an_unlisted_candidate_has_its_probability(page):
+    """A candidate beyond the listed ones has a probability, too: that of the model."""
+    session = opened(page.lab, "the one")
+    listed = {e["id"] for e in session["trace"]["top_tokens"]}
+    candidate = next(i for i in range(300) if i not in listed)
+    *_, (after, *_) = page.on_branch(types.SimpleNamespace(id=candidate), session, *SEEN, 2, 0)
+    model, ids = of_model(page.lab, after)
+    at = len(session["ids"])
+    close(after["log_probs"][at], model.log_probs(ids)[0, at - 1, candidate])
+
+
+def test_streaming_draws_one_view(page):
+    """While text comes, only its own view is drawn anew; at the end all are."""
+    *steps, last = page.on_generate(opened(page.lab, "the"), *SEEN, 4, 0)
+    assert len(steps) == 4 and all(isinstance(html, str) for html in last[1:])
+    at = 1 + demo_app.DRAWN.index("generate")
+    for step in steps:
+        assert [i for i, value in enumerate(step) if isinstance(value, str)] == [at]
+    assert [len(Reader(step[at]).all("button", data_pick=None)) for step in steps] == [1, 2, 3, 4]
+
+
+def test_stopping(page):
+    """Stopped in the midst, the text so far is drawn in all views, at its last step."""
+    stream = page.on_generate(opened(page.lab, "the"), *SEEN, 20, 0)
+    session = [next(stream) for _ in range(3)][-1][0]
+    stream.close()
+    after, *views = page.on_stop(session, *SEEN)
+    assert after["ids"] == session["ids"] and after["position"] == len(after["ids"]) - 2
+    assert all(isinstance(html, str) for html in views) and not page.lab.lock.locked()
+    untouched = opened(page.lab, position=1)
+    assert page.on_stop(untouched, *SEEN)[0] == untouched
+
+
+def test_another_checkpoint(page):
+    """Choosing one reads the prompt with it and forgets words; where the prompt cannot be read,
+    an example is."""
+    session = demo_app.add_words(page.lab, opened(page.lab), "zebra")
+    after, *_, prompt, _ = page.on_checkpoint(session, *SEEN, "crowded")
+    assert (after["checkpoint"], after["words"], prompt) == ("crowded", [], PROMPT)
+    after, *_, prompt, _ = page.on_checkpoint(session, *SEEN, "untokenized")
+    assert after["ids"] == [int(i) for i in prompt.split()]
+    back, *_, prompt, _ = page.on_checkpoint(after, *SEEN, "mhf")
+    assert back["checkpoint"] == "mhf" and back["ids"] == tokenizer().encode(prompt)
+    with pytest.raises(ValueError):
+        page.on_checkpoint(session, *SEEN, "/etc")
+
+
+def test_examples(page):
+    """Every example opens, under the name that is shown; so does one outside."""
+    for kind in KINDS:
+        session = opened(page.lab, kind=kind)
+        found = demo_app.examples(page.lab.get(kind))
+        buttons = Reader(page.examples_html(session)).all("button", data_example=None)
+        assert [b.text.strip() for b in buttons] == [label for label, *_ in found]
+        for index in [*range(len(found)), 99, -1]:
+            after, *_, prompt = page.on_example(types.SimpleNamespace(index=index), session, *SEEN)
+            assert after["prompt"] == prompt == found[index % len(found)][1]
+
+
+def test_the_example_of_two_alike(lab):
+    """Of a close pair the example's text is its two tokens, which share all ids but one."""
+    for kind in ("mhf", "crowded", "unused"):
+        found = {label: text for label, text, _ in demo_app.examples(lab.get(kind))}
+        if "two alike" not in found:
+            continue
+        pair = lab.get(kind).facts["close_pair"]
+        ids = lab.get(kind).model.signatures.ids[pair]
+        assert int((ids[0] == ids[1]).sum()) >= ids.shape[1] - 1
+        assert tokenizer().encode(found["two alike"]) == pair, "the text is read as other tokens"
+
+
+def test_the_tour(page):
+    """From the first step to the last and back, each opens its tab, and no step leaves the tour."""
+    session, step = page.begin, 0
+    for by in [1] * 12 + [-1] * 12:
+        session, *rest = page.on_tour(by, session, *SEEN, step)
+        *_, prompt, step, tour, tab, tabs = rest
+        assert 0 <= step < len(demo_app.TOUR) and demo_app.TOUR[step][0] in Reader(tour).text
+        assert tab == demo_app.TOUR[step][1] in demo_app.TABS and prompt == session["prompt"]
+    assert step == 0 and 8 <= len(demo_app.TOUR) <= 12
+
+
+def test_comparing(page):
+    """Compare reads the second prompt with the second checkpoint; nothing typed: the same."""
+    session = opened(page.lab, position=0)
+    for prompt, name in (("", "mhf"), ("not to be", "mhf"), ("", "other"), ("the", "standard")):
+        html = Reader(page.on_compare(session, *SEEN, prompt, name))
+        two = page.lab.get(name)
+        ids = torch.tensor([tokenizer().encode(prompt or PROMPT)])
+        best = two.model.log_probs(ids)[0, -1].exp().max().item()
+        assert demo_app.percent(best) in html.text
+    for prompt, name in (("a" * 10_001, "mhf"), ("the", "/etc"), ("the", "untokenized")):
+        with pytest.raises(ValueError) as error:
+            page.on_compare(session, *SEEN, prompt, name)
+        one_sentence(error)
+
+
+def test_comparing_with_own_words(page):
+    """Own words are read on both sides of one's own checkpoint."""
+    session = demo_app.add_words(page.lab, opened(page.lab), "zebra")
+    session = open_prompt(page.lab, session, "the zebra")
+    assert page.on_compare(session, *SEEN, "zebra zebra", "mhf")
+    assert page.on_compare(session, *SEEN, "", "other")
+
+
+def test_loading_a_link(page):
+    """A page opened by a link has the link's prompt, sliders and tab in the controls."""
+    query = "prompt=the+one&temperature=0.5&top_k=7&tab=gate&checkpoint=crowded&position=0"
+    request = types.SimpleNamespace(query_params=query)
+    session, *rest = page.on_load(request, page.begin, *SEEN)
+    prompt, choice, other, examples, *values, tabs = rest[len(demo_app.DRAWN) :]
+    assert prompt == "the one" and choice.value == "crowded" and tabs.selected == "gate"
+    assert values == [0.5, 7, 1.0, "gate", 0.5, 7, 1.0]
+    assert (session["checkpoint"], session["position"]) == ("crowded", 0)
+
+
+@pytest.mark.parametrize(
+    "query", ["&".join(f"x{i}=1" for i in range(500)), "prompt=" + "a" * 60_000]
+)
+def test_loading_a_huge_link(page, query):
+    """A link of 500 parts or 60,000 characters opens the page all the same."""
+    session, *_ = page.on_load(types.SimpleNamespace(query_params=query), page.begin, *SEEN)
+    assert session["trace"]
+
+
+def test_the_code_is_the_source():
+    """Every piece of code that is shown stands in mhf.py, line by line; no name is missing."""
+    source = Path(mhf.__file__).read_text(encoding="utf-8")
+    lines = {line.strip() for line in source.splitlines()}
+    for name in demo_app.CODE:
+        shown = [
+            line for line in demo_app.source(name).splitlines() if not line.startswith("# mhf.")
+        ]
+        assert len(shown) >= 3 and {line.strip() for line in shown} <= lines
+        assert "not in this mhf.py" not in demo_app.source(name)
+
+
+def test_code_that_a_student_renamed(monkeypatch):
+    """A piece that is not there any more is named, and the rest is shown."""
+    monkeypatch.delattr(mhf, "predict")
+    text = demo_app.source("cascade")
+    assert "predict" in text.splitlines()[0] and "CascadeDecoder" in text
+
+
+def test_a_page_without_a_class(page):
+    """Where nobody may train, the tab says why, and has no buttons."""
+    why = "Training is only offered to the people beside the machine."
+    parts = Page(page.lab, None, why).demo.get_config_file()["components"]
+    ids = {part["props"].get("elem_id"): part["props"] for part in parts}
+    assert not {"fit", "fit-stop", "fit-on"} & ids.keys() and why in ids["train"]["value"]
+
+
+def test_building_gives_no_warning(lab):
+    """No deprecated or doubtful call of Gradio is made."""
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        Page(lab, demo_app.Classroom(lab.out)).demo.get_config_file()
+    assert not [str(w.message) for w in given if not issubclass(w.category, ResourceWarning)]
