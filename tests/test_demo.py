@@ -2154,11 +2154,11 @@ def test_stopping(page):
     stream = page.on_generate(opened(page.lab, "the"), *SEEN, 20, 0)
     session = [next(stream) for _ in range(3)][-1][0]
     stream.close()
-    after, *views = page.on_stop(session, *SEEN)
+    after, *views = page.drawn(session, SEEN)
     assert after["ids"] == session["ids"] and after["position"] == len(after["ids"]) - 2
     assert all(isinstance(html, str) for html in views) and not page.lab.lock.locked()
     untouched = opened(page.lab, position=1)
-    assert page.on_stop(untouched, *SEEN)[0] == untouched
+    assert page.drawn(untouched, SEEN)[0] == untouched
 
 
 def test_another_checkpoint(page):
@@ -2238,7 +2238,7 @@ def test_loading_a_link(page):
     query = "prompt=the+one&temperature=0.5&top_k=7&tab=gate&checkpoint=crowded&position=0"
     request = types.SimpleNamespace(query_params=query)
     session, *rest = page.on_load(request, page.begin, *SEEN)
-    prompt, choice, other, examples, *values, tabs = rest[len(demo_app.DRAWN) :]
+    prompt, choice, other, examples, *values, tabs, seed = rest[len(demo_app.DRAWN) :]
     assert prompt == "the one" and choice.value == "crowded" and tabs.selected == "gate"
     assert values == [0.5, 7, 1.0, "gate", 0.5, 7, 1.0]
     assert (session["checkpoint"], session["position"]) == ("crowded", 0)
