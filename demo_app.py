@@ -2005,10 +2005,16 @@ def selftest(address):
     print(f"selftest: after 'O Romeo' most probably {best}")
 
 
+def end(*_):
+    """On SIGTERM: what atexit registered is done, too."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(0)
+
+
 def main(argv=None):
     """The exit status: 0, or 2 for a mistake in the call."""
     args = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # what atexit registered is done, too
+    signal.signal(signal.SIGTERM, end)
     try:
         page, address = serve(args)
     except ValueError as error:
