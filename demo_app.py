@@ -1,13 +1,14 @@
 """See a token become a signature, and a signature become a token: `python demo_app.py`.
 
 One forward pass gives one trace, `mhf.explain`'s dict. Every view is a function of the trace (and
-of `facts`, what a checkpoint says of its whole vocabulary) that returns plain values, and a template
-that shows them. No view computes anything of the model; sliders and clicks on what is there already
-read the trace. What a user adds is in the user's own session; models are shared and never changed.
+of `facts`, what holds for a checkpoint's whole vocabulary) that returns plain values; a template
+shows them. No view computes anything of the model; sliders only read the trace. What a user adds
+is in the user's own session; models are shared and never changed.
 """
 
 import argparse
 import atexit
+import contextlib
 import copy
 import csv
 import functools
@@ -175,7 +176,7 @@ class Lab:
 
 
 def facts(model):
-    """What a checkpoint says of its whole vocabulary: sizes, bucket loads, close pairs, a re-hash."""
+    """What holds for the whole vocabulary: sizes, bucket loads, close pairs, a re-hash."""
     config, found = model.config, {"parameters": model.num_parameters()}
     found |= {"V": config.vocab_size, "D": config.hidden_size, "model": config.model}
     found |= {"window": config.max_position_embeddings, "objective": config.objective}
@@ -270,7 +271,6 @@ FRESH = {
     "log_probs": {},  # of generated tokens, by their place in ids
     "seed": 0,
     "notice": "",
-    "tab": "signature",
     "default": None,  # the checkpoint at the start
 }
 
@@ -476,6 +476,7 @@ def view_gate(trace):
         "detail": [
             dict(zip(("id", "norm", "score", "alpha"), part, strict=True)) for part in parts
         ],
+        "names": [f"α{j + 1}" for j in range(len(token["gate"]))],
         "residual": token["residual"],
         "worst": None if None in residuals else max(residuals),
         "hidden": len(tokens) - len(rows),
@@ -545,7 +546,8 @@ def view_probability(trace, temperature=1.0, top_k=0, top_p=1.0):
     shown = sum(row["drawn"] for row in rows)
     return {
         "rows": rows,
-        "H": len(entries[0].get("log_p", ())),
+        "H": (H := len(entries[0].get("log_p", ()))),
+        "heads": _heads(H, trace["calibration"]),
         "valid_mass": trace.get("valid_mass"),
         "calibration": trace["calibration"],
         "kept": len(drawn),
@@ -553,6 +555,14 @@ def view_probability(trace, temperature=1.0, top_k=0, top_p=1.0):
         "settings": (temperature, int(top_k), top_p),
         "forced": trace.get("forced"),
     }
+
+
+def _heads(H, calibration):
+    if not H:  # the standard model
+        return ["token", "calibrated", "drawn with the sliders"]
+    logs = [f"log p{j + 1}" for j in range(H)]
+    both = ["renormalised (paper, τ = 1)", f"calibrated (τ = {calibration:.3g})"]
+    return ["token", "signature", *logs, "sum", "joint", *both, "drawn with the sliders"]
 
 
 def _arithmetic(trace, entry):
@@ -629,7 +639,7 @@ def view_vocabulary(session, checkpoint):
     return {
         "words": words,
         "added": added,
-        "table": facts["parameters"]["table"],
+        "table_size": facts["parameters"]["table"],
         "standard": checkpoint.model.num_parameters()["standard_table"],
         "V": V,
         "ids_bytes": 8 * facts["H"],
@@ -640,7 +650,7 @@ def view_vocabulary(session, checkpoint):
 
 
 def chart(series, x_label, y_label, log=False):
-    """{name: [(x, y), …]} -> lines and ticks in a box of 600 × 260, and the same as a sentence."""
+    """{name: [(x, y), …]} -> lines and ticks in a box of 600 × 260, and a sentence."""
     points = [point for line in series.values() for point in line]
     if not points:
         return None
@@ -649,12 +659,7 @@ def chart(series, x_label, y_label, log=False):
     (x0, x1), (y0, y1) = (min(xs), max(xs)), (min(ys), max(ys))
     place_x = lambda x: 60 + 530 * (scale(x) - x0) / ((x1 - x0) or 1)  # noqa: E731
     place_y = lambda y: 230 - 215 * (scale(y) - y0) / ((y1 - y0) or 1)  # noqa: E731
-    if log:
-        x_ticks = [10**k for k in range(math.ceil(x0), math.floor(x1) + 1)]
-        y_ticks = [10**k for k in range(math.ceil(y0), math.floor(y1) + 1)]
-    else:
-        x_ticks = [x0 + (x1 - x0) * k / 4 for k in range(5)]
-        y_ticks = [y0 + (y1 - y0) * k / 4 for k in range(5)]
+    x_ticks, y_ticks = _ticks(x0, x1, log), _ticks(y0, y1, log)
     return {
         "lines": [
             {
@@ -673,6 +678,15 @@ def chart(series, x_label, y_label, log=False):
             f"{n}: {_short(v[-1][1])} at {_short(v[-1][0])}" for n, v in series.items() if v
         ),
     }
+
+
+def _ticks(low, high, log):
+    """Round numbers from low to high; on a log scale the powers of ten between their exponents."""
+    if log:
+        return [10**k for k in range(math.ceil(low), math.floor(high) + 1)]
+    size = 10 ** math.floor(math.log10((high - low) / 3 or 1))
+    step = next(size * k for k in (5, 2, 1) if (high - low) / (size * k) >= 3 or k == 1)
+    return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _short(x):
@@ -741,34 +755,44 @@ def _entropy_bits(trace):
 JINJA = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
 JINJA.filters |= {"percent": percent, "count": count}
 MACROS = """
-{% macro cell(j, id, title="") %}
-<span class="cell f{{ j % 8 }}"{% if title %} title="{{ title }}"{% endif %}><i>{{ j + 1 }}</i>{{ id }}</span>
+{% macro table(label, heads) %}
+<div class="scroll" tabindex="0" role="region" aria-label="{{ label }}"><table>
+<thead><tr>{% for head in heads %}<th scope="col">{{ head }}</th>{% endfor %}</tr></thead>
+<tbody>{{ caller() }}</tbody></table></div>
+{% endmacro %}
+{% macro cell(j, id) %}<span class="cell f{{ j % 8 }}"><i>{{ j + 1 }}</i>{{ id }}</span>
 {% endmacro %}
 {% macro cells(signature) %}
 <span class="cells">{% for id in signature or () %}{{ cell(loop.index0, id) }}{% endfor %}</span>
 {% endmacro %}
+{% macro chip(glyph, marked=False, note="") %}
+<span class="chip{{ ' marked' if marked }}"><bdi>{{ glyph }}</bdi>
+{%- if note %} <small>{{ note }}</small>{% endif %}</span>
+{% endmacro %}
 {% macro chips(entries, more=0) %}
-{% for c in entries %}<span class="chip{{ ' marked' if c.marked }}" title="token {{ c.id }}"><bdi>{{ c.glyph }}</bdi></span> {% endfor %}
+{% for c in entries %}{{ chip(c.glyph, c.marked) }} {% endfor %}
 {% if more > 0 %}<small>and {{ more|count }} more</small>{% endif %}
 {% endmacro %}
-{% macro scroll(label) %}
-<div class="scroll" tabindex="0" role="region" aria-label="{{ label }}">{{ caller() }}</div>
+{% macro bar(kind, share) %}<span class="bar {{ kind }}" style="width:{{ share }}%"></span>
 {% endmacro %}
+{% macro s(n) %}{{ "s" if n != 1 }}{% endmacro %}
 {% macro lines(c) %}
-<svg viewBox="0 0 600 260" role="img" aria-label="{{ c.y_label }} against {{ c.x_label }}. {{ c.told }}">
+<svg viewBox="0 0 600 260" role="img"
+ aria-label="{{ c.y_label }} against {{ c.x_label }}. {{ c.told }}">
 {% for x, text in c.x_ticks %}<line x1="{{ x }}" x2="{{ x }}" y1="15" y2="230" class="grid"/>
 <text x="{{ x }}" y="245" text-anchor="middle">{{ text }}</text>{% endfor %}
 {% for y, text in c.y_ticks %}<line x1="60" x2="590" y1="{{ y }}" y2="{{ y }}" class="grid"/>
 <text x="55" y="{{ y + 4 }}" text-anchor="end">{{ text }}</text>{% endfor %}
-{% for l in c.lines %}<polyline points="{{ l.points }}" class="line s{{ loop.index0 }}"/>{% endfor %}
-<text x="325" y="258" text-anchor="middle">{{ c.x_label }}</text>
-</svg>
-<p class="legend">{{ c.y_label }}: {% for l in c.lines %}<span><svg viewBox="0 0 30 8" aria-hidden="true"><polyline points="0,4 30,4" class="line s{{ loop.index0 }}"/></svg> {{ l.name }}</span> {% endfor %}</p>
+{% for l in c.lines %}<polyline points="{{ l.points }}" class="line s{{ loop.index0 }}"/>
+{% endfor %}<text x="325" y="258" text-anchor="middle">{{ c.x_label }}</text></svg>
+<p class="legend">{{ c.y_label }}: {% for l in c.lines %}<span>
+<svg viewBox="0 0 30 8" aria-hidden="true"><polyline points="0,4 30,4"
+ class="line s{{ loop.index0 }}"/></svg> {{ l.name }}</span> {% endfor %}</p>
 {% endmacro %}
-{% macro tries_list(tries, H) %}
-<ol class="tries">{% for t in tries %}
-<li>seed {{ t.seed }}{{ " (the last function's own)" if t.seed == H - 1 }}: last id <b>{{ t.last }}</b>,
-{% if t.glyph is not none and t.owner %}taken by <span class="chip"><bdi>{{ t.glyph }}</bdi></span>: hash again{% else %}free{% endif %}</li>
+{% macro tries_list(tries, H) %}<ol class="tries">
+{% for t in tries %}<li>seed {{ t.seed }}{{ " (the last function's own)" if t.seed == H - 1 }}:
+last id <b>{{ t.last }}</b>,
+{% if t.owner %}taken by {{ chip(t.glyph) }}: hash again{% else %}free{% endif %}</li>
 {% endfor %}</ol>
 {% endmacro %}
 """
@@ -776,153 +800,218 @@ TEMPLATES = {
     "tokens": """
 {% if notice %}<p class="notice" role="status">{{ notice }}</p>{% endif %}
 <div class="tokens" role="group" aria-label="Tokens: choose the position that all views show">
-{% for t in tokens %}<button type="button" data-pick="{{ loop.index0 }}" aria-pressed="{{ 'true' if loop.index0 == position else 'false' }}"><bdi>{{ t.glyph }}</bdi><small>{{ t.id }}</small></button>
+{% for t in tokens %}<button type="button" data-pick="{{ loop.index0 }}"
+ aria-pressed="{{ (loop.index0 == position)|lower }}"><bdi>{{ t.glyph }}</bdi>
+<small>{{ t.id }}</small></button>
 {% endfor %}</div>
-<p class="hint">{{ tokens|length }} tokens of {{ vocab_size|count }}. Choose one: all views then show what the model makes of it and what it expects after it.
-{% if words %}Your own tokens: {% for w in words %}<span class="chip"><bdi>{{ w.replace(" ", "␣") }}</bdi></span> {% endfor %}{% endif %}</p>
+<p class="hint">{{ tokens|length }} token{{ s(tokens|length) }} of {{ vocab_size|count }}. Choose
+one: all views then show what the model makes of it and what it expects after it.
+{% if words %}Your own tokens: {% for w in words %}{{ chip(w.replace(" ", "␣")) }} {% endfor %}
+{% endif %}</p>
 """,
     "signature": """
-<h3>The token <span class="chip marked"><bdi>{{ token.glyph }}</bdi></span> is the signature {{ cells(token.signature) }}</h3>
-<p>{{ H }} hash functions, {{ B|count }} buckets each: {{ signatures|count }} signatures (B<sup>H</sup>) for {{ V|count }} tokens, one for every {{ (signatures // V)|count }}.
-The token that {{ next_is }}, <span class="chip"><bdi>{{ next.glyph }}</bdi></span>, is {{ cells(next.signature) }}</p>
-{% call scroll("Who shares the buckets") %}
-<table><thead><tr><th scope="col">function, id</th><th scope="col">tokens in the bucket</th><th scope="col">who is in it: most probable next tokens first</th></tr></thead><tbody>
-{% for f in functions %}<tr><th scope="row">{{ cell(loop.index0, f.bucket) }}</th><td>{{ f.num_tokens }} <small>(mean {{ "%.1f"|format(f.expected) }})</small></td><td>{{ chips(f.chips, f.more) }}</td></tr>
-{% endfor %}</tbody></table>
+<h3>The token {{ chip(token.glyph, True) }} is the signature {{ cells(token.signature) }}</h3>
+<p>{{ H }} hash functions, {{ B|count }} buckets each: {{ signatures|count }} signatures
+(B<sup>H</sup>) for {{ V|count }} tokens, one for every {{ (signatures // V)|count }}.
+The token that {{ next_is }}, {{ chip(next.glyph) }}, is {{ cells(next.signature) }}</p>
+{% call table("Who shares the buckets", ["function, id", "tokens in the bucket",
+  "who is in it: most probable next tokens first"]) %}
+{% for f in functions %}<tr><th scope="row">{{ cell(loop.index0, f.bucket) }}</th>
+<td>{{ f.num_tokens }} <small>(mean {{ "%.1f"|format(f.expected) }})</small></td>
+<td>{{ chips(f.chips, f.more) }}</td></tr>{% endfor %}
 {% endcall %}
-<p>Ids in common with this token: {% for n, many in shared %}<span class="fact"><b>{{ n }}</b> of {{ H }}: {{ many|count }} token{{ "s" if many != 1 }}</span> {% endfor %}</p>
-{% if neighbours %}<p>Closest: {% for n in neighbours %}<span class="chip"><bdi>{{ n.glyph }}</bdi> <small>{{ n.shared }} of {{ H }}</small></span> {% endfor %}</p>{% endif %}
+<p>Ids in common with this token: {% for n, many in shared %}<span class="fact"><b>{{ n }}</b> of
+{{ H }}: {{ many|count }} token{{ s(many) }}</span> {% endfor %}</p>
+{% if neighbours %}<p>Closest:
+{% for n in neighbours %}{{ chip(n.glyph, note=n.shared ~ " of " ~ H) }} {% endfor %}</p>{% endif %}
 <h3>How it got its last id</h3>
-{% if tries is none %}<p>The checkpoint stores ids without their tokens: the tries are not known.</p>
+{% if tries is none %}<p>The checkpoint stores ids without their tokens: its tries are unknown.</p>
 {% elif not tries %}<p>This is the pad: all its ids are 0, and it is never hashed.</p>
 {% else %}{{ tries_list(tries, H) }}{% endif %}
 {% if rehash %}<h3>A token that really was re-hashed</h3>
-<p>{% if rehash.own %}{{ facts.rehashed|count }} of this model's tokens were.{% else %}None of this model's tokens was. The same tokens with {{ rehash.num_buckets }} buckets instead of {{ B|count }}: {{ rehash.rehashed }} of {{ rehash.tokens|count }} were.{% endif %}
-The one with most tries is <span class="chip"><bdi>{{ rehash.glyph }}</bdi></span> {{ cells(rehash.token.signature) }}</p>
+<p>{% if rehash.own %}{{ facts.rehashed|count }} of this model's tokens were.{% else %}
+None of this model's tokens was. The same tokens with {{ rehash.num_buckets }} buckets instead of
+{{ B|count }}: {{ rehash.rehashed }} of {{ rehash.tokens|count }} were.{% endif %} The one with most
+tries is {{ chip(rehash.glyph) }} {{ cells(rehash.token.signature) }}</p>
 {{ tries_list(rehash.tries, H) }}
 {% else %}<p>No token of this model was re-hashed.</p>{% endif %}
 <h3>All {{ V|count }} tokens</h3>
-<p>Pairs of tokens that share at least {{ H - 1 }} of {{ H }} ids: {{ facts.close_pairs|count if facts.close_pairs is not none else "not counted" }}; {{ "%.2g"|format(facts.close_pairs_expected) }} are to be expected by chance.</p>
-{% call scroll("Bucket load, observed and expected") %}
-<table class="load"><thead><tr><th scope="col">tokens in a bucket</th><th scope="col">buckets, mean of the functions</th><th scope="col">expected by chance</th><th scope="col"><span class="f0 key"></span> observed, <span class="f1 key"></span> expected</th></tr></thead><tbody>
-{% for row in facts.loads %}<tr><th scope="row">{{ row.tokens }}</th><td>{{ "%.1f"|format(row.observed) }}</td><td>{{ "%.1f"|format(row.expected) }}</td>
-<td class="wide"><div class="bar f0" style="width:{{ 100 * row.observed / most }}%"></div><div class="bar f1" style="width:{{ 100 * row.expected / most }}%"></div></td></tr>
-{% endfor %}</tbody></table>
+<p>Pairs of tokens that share at least {{ H - 1 }} of {{ H }} ids:
+{{ "not counted" if facts.close_pairs is none else facts.close_pairs|count }};
+{{ "%.2g"|format(facts.close_pairs_expected) }} are to be expected by chance.</p>
+{% call table("Bucket load, observed and expected", ["tokens in a bucket",
+  "buckets, mean of the functions (upper bar)", "expected by chance (lower bar)", ""]) %}
+{% for row in facts.loads %}<tr><th scope="row">{{ row.tokens }}</th>
+<td>{{ "%.1f"|format(row.observed) }}</td><td>{{ "%.1f"|format(row.expected) }}</td>
+<td class="wide">{{ bar("f0", 100 * row.observed / most) }}
+{{ bar("f1", 100 * row.expected / most) }}</td></tr>{% endfor %}
 {% endcall %}
 """,
     "gate": """
-<h3>How <span class="chip marked"><bdi>{{ glyph }}</bdi></span> becomes one vector</h3>
-{% call scroll("Rows of this token") %}
-<table><thead><tr><th scope="col">function, id</th><th scope="col">norm of its row ‖e‖</th><th scope="col">bottleneck score s</th><th scope="col">weight α = softmax(s)</th></tr></thead><tbody>
-{% for d in detail %}<tr><th scope="row">{{ cell(loop.index0, d.id) }}</th><td>{{ "%.4f"|format(d.norm) }}</td><td>{{ "%.4f"|format(d.score) if d.score is not none else "–" }}</td><td>{{ "%.4f"|format(d.alpha) }}</td></tr>
-{% endfor %}</tbody></table>
+<h3>How {{ chip(glyph, True) }} becomes one vector</h3>
+{% call table("Rows of this token", ["function, id", "norm of its row ‖e‖", "bottleneck score s",
+  "weight α = softmax(s)"]) %}
+{% for d in detail %}<tr><th scope="row">{{ cell(loop.index0, d.id) }}</th>
+<td>{{ "%.4f"|format(d.norm) }}</td>
+<td>{{ "–" if d.score is none else "%.4f"|format(d.score) }}</td>
+<td>{{ "%.4f"|format(d.alpha) }}</td></tr>{% endfor %}
 {% endcall %}
-<p class="check">{% if residual is none %}This model's gate has no adapter to check against.
-{% else %}Check: ‖W<sub>s</sub> Σ α<sub>j</sub> e<sub>j</sub> + b<sub>s</sub> − x‖ = <b>{{ "%.1e"|format(residual) }}</b>
-{{ "✓ below 1e-5" if residual < 1e-5 else "✗ not below 1e-5" }}; the largest of all tokens here is {{ "%.1e"|format(worst) }}.{% endif %}</p>
+<p class="check">{% if residual is none %}This gate has no adapter to check against.{% else %}
+Check: ‖W<sub>s</sub> Σ α<sub>j</sub> e<sub>j</sub> + b<sub>s</sub> − x‖ =
+<b>{{ "%.1e"|format(residual) }}</b> {{ "✓" if residual < 1e-5 else "✗ not" }} below 1e-5; the
+largest of all tokens here is {{ "%.1e"|format(worst) }}.{% endif %}</p>
 <h3>Every token</h3>
-{% call scroll("Gate weights of the tokens") %}
-<table class="gate"><thead><tr><th scope="col">token</th><th scope="col">weights</th>{% for s in rows[0].segments %}<th scope="col"><span class="f{{ s.j % 8 }} key"></span> α{{ s.j + 1 }}</th>{% endfor %}</tr></thead><tbody>
-{% for r in rows %}<tr{% if r.at == position %} class="chosen"{% endif %}><th scope="row"><span class="chip{{ ' marked' if r.at == position }}"><bdi>{{ r.glyph }}</bdi></span></th>
-<td class="wide"><div class="stack" role="img" aria-label="{% for s in r.segments %}function {{ s.j + 1 }}: {{ s.share|percent }} {% endfor %}">{% for s in r.segments %}<div class="f{{ s.j % 8 }}" style="width:{{ 100 * s.share }}%" title="score {{ '%.3f'|format(s.score) if s.score is not none else '–' }}"></div>{% endfor %}</div></td>
-{% for s in r.segments %}<td>{{ "%.3f"|format(s.share) }}{% if s.score is not none %}<br><small>{{ "%.2f"|format(s.score) }}</small>{% endif %}</td>{% endfor %}</tr>
-{% endfor %}</tbody></table>
+{% call table("Gate weights of the tokens", ["token", "weights"] + names) %}
+{% for r in rows %}<tr{% if r.at == position %} class="chosen"{% endif %}>
+<th scope="row">{{ chip(r.glyph, r.at == position) }}</th>
+<td class="wide"><div class="stack" role="img"
+ aria-label="{% for x in r.segments %}function {{ x.j + 1 }}: {{ x.share|percent }} {% endfor %}">
+{% for x in r.segments %}<div class="f{{ x.j % 8 }}" style="width:{{ 100 * x.share }}%"></div>
+{% endfor %}</div></td>
+{% for x in r.segments %}<td>{{ "%.3f"|format(x.share) }}{% if x.score is not none %}<br>
+<small>{{ "%.2f"|format(x.score) }}</small>{% endif %}</td>{% endfor %}</tr>{% endfor %}
 {% endcall %}
-<p class="hint">Small numbers are the scores.{% if hidden %} {{ hidden }} more tokens are not shown; choose another to see those around it.{% endif %}</p>
+<p class="hint">Bars in the order of the functions; small numbers are the scores.{% if hidden %}
+{{ hidden }} more tokens are not shown; choose another to see those around it.{% endif %}</p>
 """,
     "cascade": """
-<h3>What comes after <span class="chip marked"><bdi>{{ before }}</bdi></span>? {{ panels|length }} ids, one after the other</h3>
-{% if forced %}<p class="notice whatif" role="status"><b>What if</b> {% for j, bucket in forced.items() %}function {{ j|int + 1 }} were bucket {{ bucket }}{{ ", and " if not loop.last }}{% endfor %}: later functions and the result follow that row, not the model's own mixture. <button type="button" data-clear="1">Back to the model's own</button></p>{% endif %}
-<p>The most probable next token is <span class="chip"><bdi>{{ best }}</bdi></span> ({{ best_p|percent }}).{% if next %} In the text comes <span class="chip"><bdi>{{ next }}</bdi></span>; its buckets have a ◆.{% endif %} Choose a bucket to force it.</p>
-<p class="legend"><span><span class="key solid"></span> p<sub>j</sub>, the function's own probability</span> <span><span class="key hatched"></span> share of the renormalised probability that the bucket's tokens hold</span></p>
+<h3>What comes after {{ chip(before, True) }}? {{ panels|length }} ids, one after the other</h3>
+{% if forced %}<p class="notice whatif" role="status"><b>What if</b> {% for j, bucket in
+  forced.items() %}function {{ j|int + 1 }} were bucket {{ bucket }}{{ ", and " if not loop.last }}
+{% endfor %}: later functions and the result follow that row, not the model's own mixture.
+<button type="button" data-clear="1">Back to the model's own</button></p>{% endif %}
+<p>The most probable next token is {{ chip(best) }} ({{ best_p|percent }}).{% if next %} In the
+text comes {{ chip(next) }}; its buckets have a ◆.{% endif %} Choose a bucket to force it.</p>
+<p class="legend"><span><span class="key solid"></span> p<sub>j</sub>, the function's own
+probability</span> <span><span class="key hatched"></span> share of the renormalised probability
+that the bucket's tokens hold</span></p>
 <div class="panels">
-{% for p in panels %}<section class="panel" aria-label="Function {{ loop.index }}"><h4><span class="f{{ loop.index0 % 8 }} key"></span> Function {{ loop.index }}</h4>
+{% for p in panels %}{% set j = loop.index0 %}
+<section class="panel" aria-label="Function {{ j + 1 }}">
+<h4><span class="f{{ j % 8 }} key"></span> Function {{ j + 1 }}</h4>
 <p>entropy <b>{{ "%.2f"|format(p.entropy_bits) }}</b> of {{ "%.2f"|format(most_bits) }} bits</p>
-<div role="group" aria-label="Buckets of function {{ loop.index }}">
-{% set j = loop.index0 %}
-{% for b in p.bars %}<button type="button" class="bucket{{ ' forced' if b.forced }}" data-function="{{ j }}" data-bucket="{{ b.bucket }}" aria-pressed="{{ 'true' if b.forced else 'false' }}">
-<span class="top"><b>{{ b.bucket }}</b>{{ " ◆" if b.target }} <span>{{ b.prob|percent }}</span> <small>{{ b.mass|percent }}</small></span>
-<span class="bar f{{ j % 8 }}" style="width:{{ b.wide }}%"></span><span class="bar hatched" style="width:{{ b.mass_wide }}%"></span>
-<span class="members">{{ chips(b.chips, b.more) }}{% if not b.num_tokens %}<small>no token</small>{% endif %}</span></button>
+<div role="group" aria-label="Buckets of function {{ j + 1 }}">
+{% for b in p.bars %}<button type="button" class="bucket{{ ' forced' if b.forced }}"
+ data-function="{{ j }}" data-bucket="{{ b.bucket }}" aria-pressed="{{ b.forced|lower }}">
+<span class="top"><b>{{ b.bucket }}</b>{{ " ◆" if b.target }} <span>{{ b.prob|percent }}</span>
+<small>{{ b.mass|percent }}</small></span>
+{{ bar("f%d"|format(j % 8), b.wide) }}{{ bar("hatched", b.mass_wide) }}
+<span class="members">{{ chips(b.chips, b.more) }}
+{% if not b.num_tokens %}<small>no token</small>{% endif %}</span></button>
 {% endfor %}</div>
-<p>{% if p.forced is not none %}forced: <b>{{ p.forced }}</b>. {% endif %}Still compatible: <b>{{ p.compatible|count }}</b> token{{ "s" if p.compatible != 1 }}, which hold {{ p.compatible_mass|percent }}.</p>
-{% if p.soft_embedding_norm is not none %}<p>Hands on a vector of norm <b>{{ "%.3f"|format(p.soft_embedding_norm) }}</b>{{ ", the forced row" if p.forced is not none else ", the mixture of its rows" }}. Nearest rows (cosine):</p>
-<ul>{% for n in p.nearest %}<li>{{ n.bucket }} ({{ "%.2f"|format(n.cosine) }}) {{ chips(n.chips) }}</li>{% endfor %}</ul>
-{% else %}<p>The last function hands nothing on.</p>{% endif %}</section>
+<p>{% if p.forced is not none %}forced: <b>{{ p.forced }}</b>. {% endif %}Still compatible:
+<b>{{ p.compatible|count }}</b> token{{ s(p.compatible) }}, which hold
+{{ p.compatible_mass|percent }}.</p>
+{% if p.soft_embedding_norm is none %}<p>The last function hands nothing on.</p>{% else %}
+<p>Hands on a vector of norm <b>{{ "%.3f"|format(p.soft_embedding_norm) }}</b>, the
+{{ "mixture of its rows" if p.forced is none else "forced row" }}. Nearest rows (cosine):</p>
+<ul>{% for n in p.nearest %}<li>{{ n.bucket }} ({{ "%.2f"|format(n.cosine) }})
+{{ chips(n.chips) }}</li>{% endfor %}</ul>{% endif %}</section>
 {% endfor %}</div>
 """,
     "probability": """
-{% if forced %}<p class="notice whatif">What if: the numbers below follow the forced buckets.</p>{% endif %}
-{% if valid_mass is not none %}<h3>Where the joint probability lies</h3>
-<div class="stack mass" role="img" aria-label="on signatures of real tokens {{ valid_mass|percent }}, on unassigned signatures {{ (1 - valid_mass)|percent }}"><div class="f0" style="width:{{ 100 * valid_mass }}%"></div><div class="unassigned" style="width:{{ 100 * (1 - valid_mass) }}%"></div></div>
-<p class="legend"><span><span class="key f0"></span> signatures of real tokens (valid mass): <b>{{ valid_mass|percent }}</b></span> <span><span class="key unassigned"></span> signatures that no token has: <b>{{ (1 - valid_mass)|percent }}</b></span></p>{% endif %}
+{% if forced %}<p class="notice whatif">What if: these numbers follow the forced buckets.</p>
+{% endif %}{% if valid_mass is not none %}<h3>Where the joint probability lies</h3>
+<div class="stack mass" role="img" aria-label="on signatures of real tokens
+ {{ valid_mass|percent }}, on unassigned signatures {{ (1 - valid_mass)|percent }}">
+<div class="f0" style="width:{{ 100 * valid_mass }}%"></div>
+<div class="unassigned" style="width:{{ 100 * (1 - valid_mass) }}%"></div></div>
+<p class="legend"><span><span class="key f0"></span> signatures of real tokens (valid mass):
+<b>{{ valid_mass|percent }}</b></span> <span><span class="key unassigned"></span> signatures that
+no token has: <b>{{ (1 - valid_mass)|percent }}</b></span></p>{% endif %}
 <h3>The same tokens in every column</h3>
-{% call scroll("Probabilities of the next token") %}
-<table class="prob"><thead><tr><th scope="col">token</th>{% if H %}<th scope="col">signature</th>{% endif %}{% for j in range(H) %}<th scope="col">log p{{ j + 1 }}</th>{% endfor %}{% if H %}<th scope="col">sum</th><th scope="col">joint</th><th scope="col">renormalised (paper, τ = 1)</th>{% endif %}<th scope="col">calibrated{% if H %} (τ = {{ "%.3g"|format(calibration) }}){% endif %}</th><th scope="col">drawn with the sliders</th></tr></thead><tbody>
-{% for r in rows %}<tr data-sum="{{ r.sum }}"><th scope="row"><button type="button" class="chip{{ ' marked' if r.next }}" data-arithmetic="1"><bdi>{{ r.glyph }}</bdi>{{ " ◆" if r.next }}</button></th>
-{% if H %}<td>{{ cells(r.signature) }}</td>{% for x in r.log_p %}<td>{{ "%.2f"|format(x) }}</td>{% endfor %}<td>{{ "%.2f"|format(r.score) if r.score is not none else "–" }}</td><td>{{ "%.2g"|format(r.joint_prob) }}</td><td>{{ r.paper|percent }}</td>{% endif %}<td>{{ r.p|percent }}</td>
-<td class="wide"><div class="bar f1" style="width:{{ 100 * r.drawn }}%"></div>{{ r.drawn|percent if r.drawn else "cut off" }}</td></tr>
-{% endfor %}</tbody></table>
+{% call table("Probabilities of the next token", heads) %}
+{% for r in rows %}<tr data-sum="{{ r.sum }}"><th scope="row"><button type="button"
+ class="chip{{ ' marked' if r.next }}"><bdi>{{ r.glyph }}</bdi>{{ " ◆" if r.next }}</button></th>
+{% if H %}<td>{{ cells(r.signature) }}</td>
+{% for x in r.log_p %}<td>{{ "%.2f"|format(x) }}</td>{% endfor %}
+<td>{{ "–" if r.score is none else "%.2f"|format(r.score) }}</td>
+<td>{{ "%.2g"|format(r.joint_prob) }}</td><td>{{ r.paper|percent }}</td>{% endif %}
+<td>{{ r.p|percent }}</td>
+<td class="wide">{{ bar("f1", 100 * r.drawn) }}{{ r.drawn|percent if r.drawn else "cut off" }}</td>
+</tr>{% endfor %}
 {% endcall %}
-<p class="arithmetic" aria-live="polite">{{ rows[0].sum or "Point at a row to see its arithmetic." }}</p>
-<p>With temperature {{ settings[0] }}, top-k {{ settings[1] or "off" }}, top-p {{ settings[2] }}: <b>{{ kept|count }}</b> token{{ "s" if kept != 1 }} can be drawn; those not in the table have {{ rest|percent }} together.{% if rows|selectattr("next")|list %} ◆ is the token that comes next in the text.{% endif %}</p>
+<p class="arithmetic" aria-live="polite">{{ rows[0].sum }}</p>
+<p>With temperature {{ settings[0] }}, top-k {{ settings[1] or "off" }}, top-p {{ settings[2] }}:
+<b>{{ kept|count }}</b> token{{ s(kept) }} can be drawn; those not in the table have
+{{ rest|percent }} together.
+{% if rows|selectattr("next")|list %}◆ is the token that comes next in the text.{% endif %}</p>
 """,
     "generate": """
-<div class="tokens written" role="group" aria-label="The text; choose a generated token to see how it came about">
-{% for r in rows %}{% if r.generated %}<button type="button" data-pick="{{ r.at - 1 }}" class="generated" aria-pressed="{{ 'true' if r.chosen else 'false' }}" style="--p:{{ (100 * (r.p or 0))|round(1) }}%"><bdi>{{ r.glyph }}</bdi><small>{{ r.p|percent }}</small></button>{% else %}<span class="given"><bdi>{{ r.glyph }}</bdi></span>{% endif %}
+<div class="tokens written" role="group"
+ aria-label="The text; choose a generated token to see how it came about">
+{% for r in rows %}{% if r.generated %}<button type="button" data-pick="{{ r.at - 1 }}"
+ class="generated" aria-pressed="{{ r.chosen|lower }}"
+ style="--p:{{ (100 * (r.p or 0))|round(1) }}%"><bdi>{{ r.glyph }}</bdi>
+<small>{{ r.p|percent }}</small></button>{% else %}<span class="given"><bdi>{{ r.glyph }}</bdi></span>{% endif %}
 {% endfor %}</div>
-{% if started %}<p class="hint">Seed {{ seed }}. The darker a token and the larger its number, the surer the model was (calibrated, before temperature and cuts).</p>{% endif %}
-{% if candidates %}<p>After <span class="chip"><bdi>{{ after }}</bdi></span>, go on from here with another candidate:</p>
-<div class="tokens" role="group" aria-label="Candidates to go on with">{% for c in candidates %}<button type="button" data-candidate="{{ c.id }}"><bdi>{{ c.glyph }}</bdi><small>{{ c.p|percent }}</small></button>
+{% if started %}<p class="hint">Seed {{ seed }}. The darker a token and the larger its number, the
+surer the model was (calibrated, before temperature and cuts).</p>{% endif %}
+{% if candidates %}<p>After {{ chip(after) }}, go on from here with another candidate:</p>
+<div class="tokens" role="group" aria-label="Candidates to go on with">
+{% for c in candidates %}<button type="button" data-candidate="{{ c.id }}"><bdi>{{ c.glyph }}</bdi>
+<small>{{ c.p|percent }}</small></button>
 {% endfor %}</div>{% endif %}
 """,
     "vocabulary": """
 <h3>Your own tokens</h3>
-{% if words %}{% call scroll("Your own tokens") %}
-<table><thead><tr><th scope="col">token</th><th scope="col">id</th><th scope="col">signature</th><th scope="col">tries</th><th scope="col">parameters added</th></tr></thead><tbody>
-{% for w in words %}<tr><th scope="row"><span class="chip marked"><bdi>{{ w.glyph }}</bdi></span></th><td>{{ w.id }}</td><td>{{ cells(w.signature) }}</td><td>{{ w.tries }}{{ " (" ~ w.taken ~ " taken)" if w.taken }}</td><td>{{ added }}</td></tr>
-{% endfor %}</tbody></table>{% endcall %}
-<p>The model has never read them: each is a new mixture of rows that other tokens taught. They take {{ ids_bytes }} bytes each, for their ids. Now use one in the prompt.</p>
-{% else %}<p>None yet. They will be yours alone: nobody else who uses this page sees them.</p>{% endif %}
-<h3>What a table costs</h3>
+{% if words %}{% call table("Your own tokens", ["token", "id", "signature", "tries",
+  "parameters added"]) %}
+{% for w in words %}<tr><th scope="row">{{ chip(w.glyph, True) }}</th><td>{{ w.id }}</td>
+<td>{{ cells(w.signature) }}</td><td>{{ w.tries }}{{ " (" ~ w.taken ~ " taken)" if w.taken }}</td>
+<td>{{ added }}</td></tr>{% endfor %}
+{% endcall %}
+<p>The model has never read them: each is a new mixture of rows that other tokens taught. They take
+{{ ids_bytes }} bytes each, for their ids. Now use one in the prompt.</p>
+{% else %}<p>None yet. They will be yours alone: nobody else who uses this page sees them.</p>
+{% endif %}<h3>What a table costs</h3>
 {{ lines(chart) }}
-{% call scroll("Parameters of the table") %}
-<table><thead><tr><th scope="col">table</th>{% for v in columns %}<th scope="col">V = {{ v|count }}</th>{% endfor %}</tr></thead><tbody>
-{% for name, line in series.items() %}<tr><th scope="row">{{ name }}</th>{% for v in columns %}<td>{{ (line|selectattr(0, "equalto", v)|first)[1]|count }}</td>{% endfor %}</tr>{% endfor %}
-</tbody></table>{% endcall %}
-<p>Now: V = {{ V|count }}; this model's table has {{ table|count }} parameters, a V × D one would have {{ standard|count }}. All at this model's width.</p>
+{% call table("Parameters of the table", ["table"] + columns|map("count")|list) %}
+{% for name, line in series.items() %}<tr><th scope="row">{{ name }}</th>{% for v in columns %}
+<td>{{ (line|selectattr(0, "equalto", v)|first)[1]|count }}</td>{% endfor %}</tr>{% endfor %}
+{% endcall %}
+<p>Now: V = {{ V|count }}; this model's table has {{ table_size|count }} parameters, a V × D one
+would have {{ standard|count }}. All at this model's width.</p>
 """,
     "compare": """
-{% if rows %}<p>A: <b>{{ a }}</b>. B: <b>{{ b }}</b>.</p>{% call scroll("Next tokens of A and B") %}
-<table><thead><tr><th scope="col">token</th><th scope="col">A</th><th scope="col">B</th><th scope="col">difference B − A</th><th scope="col">rank A → B</th></tr></thead><tbody>
-{% for r in rows %}<tr><th scope="row"><span class="chip"><bdi>{{ r.glyph }}</bdi></span></th><td>{{ r.p_a|percent if r.p_a is not none else "no such token" }}</td><td>{{ r.p_b|percent if r.p_b is not none else "no such token" }}</td>
-<td>{{ "%+.2f points"|format(100 * r.difference) if r.difference is defined else "–" }}</td><td>{{ r.rank_a or "–" }} → {{ r.rank_b or "–" }}{% if r.up is defined %} {{ "↑" if r.up > 0 else "↓" if r.up < 0 else "=" }}{% endif %}</td></tr>
-{% endfor %}</tbody></table>{% endcall %}
-{% call scroll("Quantities of A and B") %}<table><thead><tr><th scope="col">quantity</th><th scope="col">A</th><th scope="col">B</th><th scope="col">difference</th></tr></thead><tbody>
-{% for q in quantities %}<tr><th scope="row">{{ q.name }}</th>{% for x in (q.a, q.b, q.difference) %}<td>{{ "%.4g"|format(x) if x is not none else "–" }}</td>{% endfor %}</tr>{% endfor %}
-</tbody></table>{% endcall %}{% else %}<p>Type a second prompt or choose a second checkpoint, then compare: both are read at their last token.</p>{% endif %}
+{% if not rows %}<p>Type a second prompt or choose a second checkpoint, then compare: both are read
+at their last token.</p>{% else %}<p>A: <b>{{ a }}</b><br>B: <b>{{ b }}</b></p>
+{% call table("Next tokens of A and B", ["token", "A", "B", "difference B − A", "rank A → B"]) %}
+{% for r in rows %}<tr><th scope="row">{{ chip(r.glyph) }}</th>
+{% for p in (r.p_a, r.p_b) %}<td>{{ "no such token" if p is none else p|percent }}</td>{% endfor %}
+<td>{{ "%+.2f points"|format(100 * r.difference) if r.difference is defined else "–" }}</td>
+<td>{{ r.rank_a or "–" }} → {{ r.rank_b or "–" }}
+{% if r.up is defined %}{{ "↑" if r.up > 0 else "↓" if r.up < 0 else "=" }}{% endif %}</td></tr>
+{% endfor %}{% endcall %}
+{% call table("Quantities of A and B", ["quantity", "A", "B", "difference"]) %}
+{% for q in quantities %}<tr><th scope="row">{{ q.name }}</th>
+{% for x in (q.a, q.b, q.difference) %}<td>{{ "–" if x is none else "%.4g"|format(x) }}</td>
+{% endfor %}</tr>{% endfor %}
+{% endcall %}{% endif %}
 """,
     "train": """
-{% if off %}<p class="notice">{{ off }}</p>{% else %}
-{% if curve %}{{ lines(curve) }}{% endif %}
-{% call scroll("Both runs") %}<table><thead><tr><th scope="col">model</th><th scope="col">state</th><th scope="col">parameters (table)</th><th scope="col">step</th><th scope="col">loss</th><th scope="col">tok/s</th><th scope="col">held-out perplexity</th><th scope="col">top-1</th><th scope="col">valid mass</th></tr></thead><tbody>
-{% for r in runs %}<tr><th scope="row">{{ r.name }}</th><td>{{ r.state }}</td><td>{{ r.parameters }}</td>{% for key in ("step", "loss", "tokens_per_second", "perplexity", "top1", "valid_mass") %}<td>{{ r[key] or "–" }}</td>{% endfor %}</tr>{% endfor %}
-</tbody></table>{% endcall %}
-{% for r in runs if r.sample %}<h4>{{ r.name }} writes, at step {{ r.sample_step }}</h4><pre tabindex="0"><bdi>{{ r.sample }}</bdi></pre>{% endfor %}
-{% endif %}""",
+{% if off %}<p class="notice">{{ off }}</p>{% else %}{% if curve %}{{ lines(curve) }}{% endif %}
+{% call table("Both runs", ["model", "state", "parameters (table)", "step", "loss", "tok/s",
+  "held-out perplexity", "top-1", "valid mass"]) %}
+{% for r in runs %}<tr><th scope="row">{{ r.name }}</th><td>{{ r.state }}</td>
+<td>{{ r.parameters }}</td>{% for key in ("step", "loss", "tokens_per_second", "perplexity", "top1",
+  "valid_mass") %}<td>{{ r[key] or "–" }}</td>{% endfor %}</tr>{% endfor %}
+{% endcall %}{% for r in runs if r.sample %}
+<h4>{{ r.name }} writes, at step {{ r.sample_step }}</h4>
+<pre tabindex="0"><bdi>{{ r.sample }}</bdi></pre>{% endfor %}{% endif %}
+""",
     "tour": """
 <p class="step">Step {{ number }} of {{ total }}: <b>{{ title }}</b></p><p>{{ text }}</p>""",
     "examples": """
-<ul class="examples">{% for label, reason in examples %}<li><button type="button" data-example="{{ loop.index0 }}" class="chip">{{ label }}</button> {{ reason }}</li>
+<ul class="examples">{% for label, reason in examples %}<li><button type="button" class="chip"
+ data-example="{{ loop.index0 }}">{{ label }}</button> {{ reason }}</li>
 {% endfor %}</ul>""",
     "code": """<pre tabindex="0" class="code">{{ text }}</pre>""",
     "link": """<a href="{{ url }}">Link to what you see</a>""",
 }
+ABSENT = "{% if absent %}<p class='notice' role='status'>{{ absent }}</p>{% else %}"
 TEMPLATES = {
-    name: JINJA.from_string(
-        MACROS + "{% if absent %}<p class='notice' role='status'>{{ absent }}</p>{% else %}"
-        '<div class="mhf">' + text + "</div>{% endif %}"
-    )
+    name: JINJA.from_string(f'{MACROS}<div class="mhf">{ABSENT}{text}{{% endif %}}</div>')
     for name, text in TEMPLATES.items()
 }
 
@@ -933,61 +1022,89 @@ def show(name, values):
 
 
 CSS = """
-.mhf { font-size: 1rem; color: var(--body-text-color); }
-.mhf, .gradio-container { --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7; --c4: #b58900; --c5: #56b4e9;
-  --c6: #7f7f1f; --c7: #882255; }
-.mhf h3 { margin: 1rem 0 .3rem; font-size: 1.15rem; } .mhf h4 { margin: .2rem 0; font-size: 1.05rem; }
-.mhf p { margin: .4rem 0; } .mhf small { font-size: .85em; opacity: 1; color: var(--body-text-color); }
-.mhf table { border: 0 !important; border-collapse: collapse; font-size: .95rem; font-variant-numeric: tabular-nums; margin: .3rem 0; }
-.mhf th, .mhf td { text-align: left; padding: .2rem .6rem; border: 0; border-bottom: 1px solid var(--border-color-primary);
-  white-space: nowrap; vertical-align: middle; color: var(--body-text-color); background: transparent; font-weight: normal; }
-.mhf thead th { font-weight: 600; white-space: normal; vertical-align: bottom; } .mhf td.wide { min-width: 11rem; }
-.mhf tr:hover, .mhf tr.chosen { background: var(--background-fill-secondary); }
-.mhf .scroll { overflow-x: auto; max-width: 100%; }
-.mhf .chip { display: inline-block; font-family: var(--font-mono); border: 1px solid var(--border-color-primary); border-radius: 4px;
-  padding: 0 .35em; margin: 1px; white-space: pre-wrap; overflow-wrap: anywhere; background: var(--background-fill-primary);
-  color: var(--body-text-color); }
-.mhf .chip.marked { border: 2px solid var(--body-text-color); font-weight: 600; }
-.mhf .cell { display: inline-block; font-family: var(--font-mono); border-left: .5em solid var(--c); padding: 0 .4em; margin: 1px 2px;
-  border-radius: 3px; background: var(--background-fill-secondary); }
-.mhf .cell i { font-style: normal; font-size: .7em; vertical-align: super; margin-right: .3em; }
-.mhf .cells { white-space: nowrap; }
-.f0 { --c: var(--c0); } .f1 { --c: var(--c1); } .f2 { --c: var(--c2); } .f3 { --c: var(--c3); } .f4 { --c: var(--c4); }
-.f5 { --c: var(--c5); } .f6 { --c: var(--c6); } .f7 { --c: var(--c7); }
-.mhf .key { display: inline-block; width: .9em; height: .9em; background: var(--c, var(--body-text-color)); border-radius: 2px; vertical-align: -.1em; }
-.mhf .bar { display: block; height: .55em; background: var(--c, var(--body-text-color)); border-radius: 2px; min-width: 1px; margin: 1px 0; }
-.mhf .hatched, .mhf .unassigned { background: repeating-linear-gradient(45deg, var(--body-text-color) 0 1px, transparent 1px 5px); }
-.mhf .stack { display: flex; height: 1.2em; border-radius: 3px; overflow: hidden; gap: 1px; } .mhf .stack div { background: var(--c); height: 100%; }
-.mhf .stack .unassigned { background: repeating-linear-gradient(45deg, var(--body-text-color) 0 1px, transparent 1px 5px); }
-.mhf .stack.mass { height: 1.6em; max-width: 50rem; }
-.mhf .legend span { margin-right: 1em; } .mhf .legend svg { width: 30px; height: 8px; display: inline; }
-.mhf .fact { margin-right: 1em; white-space: nowrap; } .mhf .hint { font-size: .9rem; }
-.mhf .notice, p.notice { border-left: 4px solid var(--c1, #d55e00); padding: .4rem .8rem; background: var(--background-fill-secondary); color: var(--body-text-color); }
-.mhf .tokens { display: flex; flex-wrap: wrap; gap: 4px; max-height: 16rem; overflow-y: auto; padding: 3px; }
-.mhf .tokens button, .mhf .given { display: inline-flex; flex-direction: column; align-items: center; font-family: var(--font-mono); max-width: 100%;
-  border: 1px solid var(--border-color-primary); border-radius: 5px; padding: .15rem .45rem; min-height: 2.2rem; min-width: 1.6rem;
-  background: var(--background-fill-primary); color: var(--body-text-color); cursor: pointer; overflow-wrap: anywhere; }
-.mhf .given { cursor: default; border-style: dotted; justify-content: center; }
-.mhf button[aria-pressed="true"] { outline: 3px solid var(--c0, #0072b2); outline-offset: -1px; font-weight: 700; }
-.mhf button:focus-visible, .mhf .scroll:focus-visible, .mhf pre:focus-visible { outline: 3px solid var(--c1, #d55e00); }
-.mhf button:hover { background: var(--background-fill-secondary); }
-.mhf .generated { border-bottom: .35rem solid color-mix(in srgb, var(--c0) var(--p), var(--border-color-primary)) !important;
-  background: color-mix(in srgb, color-mix(in srgb, var(--c5) 35%, var(--background-fill-primary)) var(--p), var(--background-fill-primary)) !important; }
-.mhf .panels { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(15rem, 100%), 1fr)); gap: .8rem; }
-.mhf .panel { border: 1px solid var(--border-color-primary); border-radius: 6px; padding: .5rem .7rem; min-width: 0; }
-.mhf .bucket { display: block; width: 100%; text-align: left; border: 1px solid transparent; border-radius: 5px; padding: .2rem .3rem; cursor: pointer; color: var(--body-text-color); background: transparent; }
-.mhf .bucket .top { display: flex; justify-content: space-between; gap: .5em; font-variant-numeric: tabular-nums; }
-.mhf .bucket.forced, .mhf .whatif button { border: 2px solid var(--c1); }
-.mhf .whatif button { border-radius: 5px; padding: 0 .5em; background: var(--background-fill-primary); color: var(--body-text-color); cursor: pointer; }
-.mhf .members { font-size: .9em; }
-.mhf .arithmetic { font-family: var(--font-mono); font-size: .9rem; min-height: 3.2em; padding: .4rem .6rem; background: var(--background-fill-secondary); white-space: pre-wrap; }
-.mhf svg { max-width: 46rem; width: 100%; display: block; } .mhf svg text { fill: var(--body-text-color); font-size: 11px; }
-.mhf .grid { stroke: var(--border-color-primary); stroke-width: .5; } .mhf .line { fill: none; stroke-width: 2.5; }
-.mhf .s0 { stroke: var(--c0); } .mhf .s1 { stroke: var(--c1); stroke-dasharray: 8 4; } .mhf .s2 { stroke: var(--c2); stroke-dasharray: 2 3; } .mhf .s3 { stroke: var(--c3); stroke-dasharray: 10 3 2 3; }
-.mhf pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 14rem; overflow-y: auto; padding: .5rem; background: var(--background-fill-secondary); color: var(--body-text-color); }
-.mhf ul, .mhf ol { margin: .2rem 0 .2rem 1.3rem; }
+.gradio-container, .mhf { --c0: #0072b2; --c1: #d55e00; --c2: #009e73; --c3: #cc79a7; --c4: #b58900;
+  --c5: #56b4e9; --c6: #7f7f1f; --c7: #882255; --text: var(--body-text-color);
+  --edge: 1px solid var(--border-color-primary); --soft: var(--background-fill-secondary);
+  --plain: var(--background-fill-primary);
+  --hatch: repeating-linear-gradient(45deg, var(--text) 0 1px, transparent 1px 5px); }
 .gradio-container { max-width: 1400px !important; }
-@media (prefers-reduced-motion: reduce) { *, *::before, *::after { animation: none !important; transition: none !important; scroll-behavior: auto !important; } }
+.maths { padding-bottom: 6px !important; }
+.mhf { font-size: 1rem; color: var(--text); }
+.mhf h3 { margin: 1rem 0 .3rem; font-size: 1.15rem; }
+.mhf h4 { margin: .2rem 0; font-size: 1.05rem; }
+.mhf p { margin: .4rem 0; }
+.mhf ul, .mhf ol { margin: .2rem 0 .2rem 1.3rem; }
+.mhf small { font-size: .85em; color: var(--text); }
+.mhf .hint { font-size: .9rem; }
+.mhf .notice { border-left: 4px solid var(--c1); padding: .4rem .8rem; background: var(--soft); }
+.mhf table { border: 0 !important; border-collapse: collapse; font-size: .95rem;
+  font-variant-numeric: tabular-nums; margin: .3rem 0; }
+.mhf tr, .mhf thead, .mhf tbody { border: 0 !important; }
+.mhf th, .mhf td { text-align: left; padding: .2rem .6rem; border: 0; border-bottom: var(--edge);
+  white-space: nowrap; vertical-align: middle; color: var(--text); font-weight: normal; }
+.mhf thead th { font-weight: 600; white-space: normal; vertical-align: bottom; }
+.mhf td.wide { min-width: 11rem; }
+.mhf tr:hover, .mhf tr.chosen { background: var(--soft); }
+.mhf .scroll { overflow-x: auto; max-width: 100%; }
+.mhf .chip { display: inline-block; font-family: var(--font-mono); border: var(--edge);
+  border-radius: 4px; padding: 0 .35em; margin: 1px; overflow-wrap: anywhere;
+  background: var(--plain); color: var(--text); }
+.mhf .chip.marked { border: 2px solid var(--text); font-weight: 600; }
+.mhf .cell { display: inline-block; font-family: var(--font-mono); border-left: .5em solid var(--c);
+  padding: 0 .4em; margin: 1px 2px; border-radius: 3px; background: var(--soft); }
+.mhf .cell i { font-style: normal; font-size: .7em; vertical-align: super; margin-right: .3em; }
+.mhf .cells, .mhf .fact { white-space: nowrap; margin-right: 1em; }
+.mhf .f0 { --c: var(--c0); } .mhf .f1 { --c: var(--c1); } .mhf .f2 { --c: var(--c2); }
+.mhf .f3 { --c: var(--c3); } .mhf .f4 { --c: var(--c4); } .mhf .f5 { --c: var(--c5); }
+.mhf .f6 { --c: var(--c6); } .mhf .f7 { --c: var(--c7); }
+.mhf .key { display: inline-block; width: .9em; height: .9em; border-radius: 2px;
+  background: var(--c, var(--text)); }
+.mhf .bar { display: block; height: .55em; min-width: 1px; margin: 1px 0; border-radius: 2px;
+  background: var(--c); }
+.mhf .stack { display: flex; height: 1.2em; border-radius: 3px; overflow: hidden; gap: 1px; }
+.mhf .stack div { background: var(--c); height: 100%; }
+.mhf .stack.mass { height: 1.6em; max-width: 50rem; border: var(--edge); }
+.mhf .hatched, .mhf div.unassigned, .mhf .unassigned { background: var(--hatch); }
+.mhf .legend span { margin-right: .7em; }
+.mhf .tokens { display: flex; flex-wrap: wrap; gap: 4px; max-height: 16rem; overflow-y: auto;
+  padding: 3px; }
+.mhf .tokens button, .mhf .given { display: inline-flex; flex-direction: column; cursor: pointer;
+  align-items: center; font-family: var(--font-mono); max-width: 100%; border: var(--edge);
+  border-radius: 5px; padding: .15rem .45rem; min-height: 2.2rem; min-width: 1.6rem;
+  background: var(--plain); color: var(--text); overflow-wrap: anywhere; }
+.mhf .given { cursor: default; border-style: dotted; justify-content: center; }
+.mhf button:hover { background: var(--soft); }
+.mhf button[aria-pressed="true"] { outline: 3px solid var(--c0); outline-offset: -1px;
+  font-weight: 700; }
+.mhf button:focus-visible, .mhf [tabindex]:focus-visible { outline: 3px solid var(--c1); }
+.mhf .tokens .generated { --tint: color-mix(in srgb, var(--c5) 35%, var(--plain));
+  background: color-mix(in srgb, var(--tint) var(--p), var(--plain));
+  border-bottom: .35rem solid color-mix(in srgb, var(--c0) var(--p), var(--border-color-primary)); }
+.mhf .panels { display: grid; gap: .8rem;
+  grid-template-columns: repeat(auto-fit, minmax(min(15rem, 100%), 1fr)); }
+.mhf .panel { border: var(--edge); border-radius: 6px; padding: .5rem .7rem; min-width: 0; }
+.mhf .bucket { display: block; width: 100%; text-align: left; border: 1px solid transparent;
+  border-radius: 5px; padding: .2rem .3rem; cursor: pointer; color: var(--text); }
+.mhf .bucket .top { display: flex; justify-content: space-between; gap: .5em;
+  font-variant-numeric: tabular-nums; }
+.mhf .bucket .members { font-size: .9em; font-weight: normal; }
+.mhf .bucket.forced, .mhf .whatif button { border: 2px solid var(--c1); }
+.mhf .whatif button { border-radius: 5px; padding: 0 .5em; background: var(--plain);
+  color: var(--text); cursor: pointer; }
+.mhf .arithmetic { font-family: var(--font-mono); font-size: .9rem; min-height: 3.2em;
+  padding: .4rem .6rem; background: var(--soft); white-space: pre-wrap; }
+.mhf svg { max-width: 46rem; width: 100%; display: block; }
+.mhf .legend svg { width: 30px; height: 8px; display: inline; }
+.mhf svg text { fill: var(--text); font-size: 11px; }
+.mhf .grid { stroke: var(--border-color-primary); stroke-width: .5; }
+.mhf .line { fill: none; stroke-width: 2.5; stroke: var(--c0); }
+.mhf .s1 { stroke: var(--c1); stroke-dasharray: 8 4; }
+.mhf .s2 { stroke: var(--c2); stroke-dasharray: 2 3; }
+.mhf .s3 { stroke: var(--c3); stroke-dasharray: 10 3 2 3; }
+.mhf pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24rem; overflow-y: auto;
+  padding: .5rem; background: var(--soft); color: var(--text); }
+@media (prefers-reduced-motion: reduce) {
+  *, *::before, *::after { animation: none !important; transition: none !important; } }
 """
 
 # One listener for a whole view: it outlives what is drawn in it. The events' names are quoted.
@@ -997,7 +1114,8 @@ element.addEventListener('click', event => {
   if (!button) return;
   const d = button.dataset;
   if (d.pick !== undefined) trigger('pick', {index: Number(d.pick)});
-  else if (d.bucket !== undefined) trigger('force', {function: Number(d.function), bucket: Number(d.bucket)});
+  else if (d.bucket !== undefined)
+    trigger('force', {function: Number(d.function), bucket: Number(d.bucket)});
   else if (d.clear !== undefined) trigger('force', {function: -1, bucket: 0});
   else if (d.example !== undefined) trigger('example', {index: Number(d.example)});
   else if (d.candidate !== undefined) trigger('branch', {id: Number(d.candidate)});
@@ -1031,22 +1149,41 @@ watch('value', () => {
 # ---------------------------------------------------------------------------------------------
 
 MATHS = {
-    "signature": r"""A token's bytes are hashed with $H$ seeds: $\mathrm{id}_j = \mathrm{MurmurHash3}(\text{token}, j) \bmod (B-1) + 1$.
-If another token has all $H$ ids already, only the last is hashed again, with seeds $H, H+1, \dots$, until the signature is free.
-$V$ tokens in $B-1$ buckets: a bucket holds $V/(B-1)$ on average, and a pair of tokens shares a given id with probability $1/(B-1)$.""",
-    "gate": r"""The ids name $H$ rows $e_1, \dots, e_H$ of a table of $H \cdot B$ rows. A bottleneck scores each of them,
-$s_j = w_2 \cdot \mathrm{SiLU}(W_1 e_j + b_1) + b_2$; the gate is $\alpha = \mathrm{softmax}(s)$, and the input vector $x = W_s \sum_j \alpha_j e_j + b_s$.""",
-    "cascade": r"""$c_1 = h$, the backbone's state. For $j = 1 \dots H$: $o_j = E_j c_j$ over the $B$ buckets, $p_j = \mathrm{softmax}(o_j)$, the soft embedding
-$e_j = \sum_b p_j[b]\, E_j[b]$, and $c_{j+1} = c_j + W_{up}\,\mathrm{SiLU}(W_{dn}[c_j ; e_j] + b_{dn}) + b_{up}$. Forcing bucket $b$ puts $E_j[b]$ in the place of $e_j$.
-A model that was trained for the sum of the functions only (objective *exact*) may spread each $p_j$ thin: the hatched bars, which only count real tokens, then say more.""",
-    "probability": r"""A token's score is $\sum_j \log p_j[\mathrm{id}_j]$; its exponential is the joint probability of its signature. Most signatures belong to no token: the mass on
-those that do is the *valid mass*, by which the paper divides ($\tau = 1$). Calibrated: $\mathrm{softmax}(\text{score}/\tau)$, with $\tau$ fitted on held-out text.
-A temperature $T$ divides the scores once more. Dividing each function's logits by $T$ instead, with the same soft embeddings, would give the same
-renormalised probabilities, since the functions' log-sum-exps are the same for every token; only joint probability and valid mass would differ.""",
-    "generate": r"""Each token is drawn from $\mathrm{softmax}(\text{score}/(\tau T))$, cut to the top $k$ tokens and then to the fewest with mass $p$. Same seed, same machine, same text.""",
-    "vocabulary": r"""A standard table has $V \cdot D$ parameters and grows with every token; this one has $H \cdot B \cdot D$, for up to $(B-1)^H$ tokens. What grows is the list of ids, $V \cdot H$ integers that nobody trains.""",
-    "compare": r"""Both sides show $\mathrm{softmax}(\text{score}/\tau)$ over their own vocabulary, each with its own $\tau$, and entropies $-\sum p \log_2 p$. Tokens are matched by their bytes.""",
-    "train": r"""The same backbone, data, batches and learning rate; one model reads and predicts signatures, the other has one row for each token. Valid mass is the probability on signatures that real tokens have.""",
+    "signature": r"""A token's bytes are hashed with $H$ seeds: $\mathrm{id}_j =
+\mathrm{MurmurHash3}(\text{token}, j) \bmod (B-1) + 1$.
+If another token has all $H$ ids already, only the last is hashed again, with seeds $H, H+1,
+\dots$, until the signature is free.
+$V$ tokens in $B-1$ buckets: a bucket holds $V/(B-1)$ on average, and a pair of tokens shares a
+given id with probability $1/(B-1)$.""",
+    "gate": r"""The ids name $H$ rows $e_1, \dots, e_H$ of a table of $H \cdot B$ rows. A
+bottleneck scores each of them,
+$s_j = w_2 \cdot \mathrm{SiLU}(W_1 e_j + b_1) + b_2$; the gate is $\alpha = \mathrm{softmax}(s)$,
+and the input vector $x = W_s \sum_j \alpha_j e_j + b_s$.""",
+    "cascade": r"""$c_1 = h$, the backbone's state. For $j = 1 \dots H$: $o_j = E_j c_j$ over the
+$B$ buckets, $p_j = \mathrm{softmax}(o_j)$, the soft embedding
+$e_j = \sum_b p_j[b]\, E_j[b]$, and $c_{j+1} = c_j + W_{up}\,\mathrm{SiLU}(W_{dn}[c_j ; e_j] +
+b_{dn}) + b_{up}$. Forcing bucket $b$ puts $E_j[b]$ in the place of $e_j$.
+A model that was trained for the sum of the functions only (objective *exact*) may spread each
+$p_j$ thin: the hatched bars, which only count real tokens, then say more.""",
+    "probability": r"""A token's score is $\sum_j \log p_j[\mathrm{id}_j]$; its exponential is the
+joint probability of its signature. Most signatures belong to no token: the mass on
+those that do is the *valid mass*, by which the paper divides ($\tau = 1$). Calibrated:
+$\mathrm{softmax}(\text{score}/\tau)$, with $\tau$ fitted on held-out text.
+A temperature $T$ divides the scores once more. Dividing each function's logits by $T$ instead,
+with the same soft embeddings, would give the same
+renormalised probabilities, since the functions' log-sum-exps are the same for every token; only
+joint probability and valid mass would differ.""",
+    "generate": r"""Each token is drawn from $\mathrm{softmax}(\text{score}/(\tau T))$, cut to the
+top $k$ tokens and then to the fewest with mass $p$. Same seed, same machine, same text.""",
+    "vocabulary": r"""A standard table has $V \cdot D$ parameters and grows with every token; this
+one has $H \cdot B \cdot D$, for up to $(B-1)^H$ tokens. What grows is the list of ids, $V \cdot
+H$ integers that nobody trains.""",
+    "compare": r"""Both sides show $\mathrm{softmax}(\text{score}/\tau)$ over their own
+vocabulary, each with its own $\tau$, and entropies $-\sum p \log_2 p$. Tokens are matched by
+their bytes.""",
+    "train": r"""The same backbone, data, batches and learning rate; one model reads and predicts
+signatures, the other has one row for each token. Valid mass is the probability on signatures that
+real tokens have.""",
 }
 CODE = {  # what the views show is computed here
     "signature": ("SignatureTable._tries", "SignatureTable._free_signature"),
@@ -1060,69 +1197,41 @@ CODE = {  # what the views show is computed here
     ),
     "generate": ("_generate",),
     "vocabulary": ("MultiHashFormer.expand", "SignatureTable.extend"),
+    "compare": ("LanguageModel.log_probs",),
+    "train": ("LanguageModel.loss", "MultiHashFormer.nll"),
 }
-TOUR = [  # title, text, view, prompt or None
-    (
-        "A prompt becomes tokens",
-        "The tokenizer cuts the text into pieces; each has a number. Spaces and line ends are drawn as signs. Choose a token: every view follows.",
-        "signature",
-        "**ROMEO**  \nBut, soft! what light through yonder",
-    ),
-    (
-        "A token is a signature",
-        "Its bytes, hashed with different seeds, give one id for each function. No two tokens have the same ids, though single buckets are shared.",
-        "signature",
-        None,
-    ),
-    (
-        "Sharing a bucket is normal",
-        "The table has far fewer rows than tokens times functions. The tokens in a bucket share its row; only together do the ids tell tokens apart.",
-        "signature",
-        None,
-    ),
-    (
-        "The gate weighs the rows",
-        "A small network scores each row, and a softmax turns scores into weights. The check below the table adds the rows up again.",
-        "gate",
-        None,
-    ),
-    (
-        "Even a rare symbol works",
-        "An emoji is a few byte tokens here, and every byte has a signature, too: nothing is ever unknown.",
-        "gate",
-        "**JULIET**  \nO 😀",
-    ),
-    (
-        "The cascade predicts id after id",
-        "The first function's distribution becomes a mixture of rows, the soft embedding, which the next function sees. Watch how few tokens stay compatible.",
-        "cascade",
-        "**HAMLET**  \nTo be, or not to be, that is the",
-    ),
-    (
-        "What if?",
-        "Choose a bucket of function 1: its row takes the mixture's place, and the later functions and the result follow.",
-        "cascade",
-        None,
-    ),
-    (
-        "From H numbers to one probability",
-        "Log probabilities add up. Most signatures belong to nobody, so the sum is renormalised over real tokens, then calibrated. Move the sliders: the model does not run again.",
-        "probability",
-        None,
-    ),
-    (
-        "Writing",
-        "Generate some tokens, then choose one of them: the other views go to the step at which it was drawn. Or go on with another candidate.",
-        "generate",
-        None,
-    ),
-    (
-        "A new word costs nothing",
-        "Add a word in any script. It gets a free signature and adds 0 parameters; a standard model needs a new row for each.",
-        "vocabulary",
-        None,
-    ),
-]
+TOUR = [  # title, view, prompt or None, text
+    ("A prompt becomes tokens", "signature", "**JULIET**  \nO Romeo, Romeo! wherefore art",
+     """The tokenizer cuts the text into pieces; each has a number. Spaces and line ends are drawn
+     as signs. Choose a token: every view follows."""),
+    ("A token is a signature", "signature", None,
+     """Its bytes, hashed with different seeds, give one id for each function. No two tokens have
+     the same ids, though single buckets are shared."""),
+    ("Sharing a bucket is normal", "signature", None,
+     """The table has far fewer rows than tokens times functions. The tokens in a bucket share its
+     row; only together do the ids tell tokens apart."""),
+    ("The gate weighs the rows", "gate", None,
+     """A small network scores each row, and a softmax turns scores into weights. The check adds
+     the weighted rows up once more and compares them with the model's own input vector."""),
+    ("Nothing is unknown", "gate", "**JULIET**  \nO 😀",
+     "An emoji is a few byte tokens here, and every byte has a signature, too."),
+    ("The cascade predicts id after id", "cascade",
+     "**HAMLET**  \nTo be, or not to be, that is the",
+     """The first function's distribution becomes a mixture of rows, the soft embedding, which the
+     next function sees. Watch how few tokens stay compatible."""),
+    ("What if?", "cascade", None,
+     """Choose a bucket of function 1: its row takes the mixture's place, and the later functions
+     and the result follow."""),
+    ("From H numbers to one probability", "probability", None,
+     """Log probabilities add up. Most signatures belong to nobody, so the sum is renormalised over
+     the real tokens, then calibrated. Move the sliders: the model does not run again."""),
+    ("Writing", "generate", None,
+     """Generate some tokens, then choose one of them: the other views go to the step at which it
+     was drawn. Or go on with another candidate."""),
+    ("A new word costs nothing", "vocabulary", None,
+     """Add a word in any script. It gets a free signature and adds 0 parameters; a standard model
+     needs a new row for each."""),
+]  # fmt: skip
 TABS = {
     "signature": "Signature",
     "gate": "Gate",
@@ -1140,8 +1249,9 @@ def examples(checkpoint):
     if checkpoint.tokenizer is None:
         return [("token ids", "1 2 3", "this checkpoint has no tokenizer of this project")]
     found = [
-        ("Romeo", TOUR[0][3], "a line that the model has read: watch how sure it is"),
-        ("Hamlet", TOUR[5][3], "after a name and two spaces the play goes on"),
+        ("Juliet", TOUR[0][2], "a line that the model has read: watch how sure it is"),
+        ("Romeo", "**ROMEO**  \nBut, soft! what light through yonder", "another, less sure"),
+        ("Hamlet", TOUR[5][2], "after a name and two spaces the play goes on"),
         ("modern", "The computer is", "words that Shakespeare did not have fall into pieces"),
         ("emoji", "O 😀", "bytes are tokens, too: nothing is unknown"),
         ("right to left", "سلام", "Arabic, byte by byte, drawn in its own direction"),
@@ -1161,7 +1271,7 @@ def examples(checkpoint):
 def source(name):
     """The source of the parts of mhf.py behind a view, as it stands in the file."""
     parts = []
-    for path in CODE.get(name, ()):
+    for path in CODE[name]:
         try:
             found = functools.reduce(getattr, path.split("."), mhf)
             parts.append(f"# mhf.{path}\n" + inspect.cleandoc("\n" + inspect.getsource(found)))
@@ -1174,11 +1284,12 @@ def source(name):
 # Training in class: train.py itself, twice, watched through its log
 # ---------------------------------------------------------------------------------------------
 
-CLASS_FLAGS = (
-    "--data pydocs --tokenizer bpe:1024 --preset tiny --hidden_size 64 --num_hidden_layers 2 "
-    "--num_buckets 256 --bottle_neck_dim 32 --intermediate_size 192 --max_position_embeddings 64 "
-    "--tokens_per_step 1024 --threads 1 --eval_every 50 --device cpu"
-).split()
+CLASS_FLAGS = {
+    "data": "pydocs", "tokenizer": "bpe:1024", "preset": "tiny", "hidden_size": 64,
+    "num_hidden_layers": 2, "num_buckets": 256, "bottle_neck_dim": 32, "intermediate_size": 192,
+    "max_position_embeddings": 64, "tokens_per_step": 1024, "eval_every": 50, "threads": 1,
+    "device": "cpu",
+}  # fmt: skip
 
 
 class Classroom:
@@ -1195,8 +1306,9 @@ class Classroom:
             stamp = time.strftime("%m%d-%H%M%S")
             self.runs = {kind: f"class-{stamp}-{kind}" for kind in ("mhf", "standard")}
             for kind, name in self.runs.items():
-                flags = [*CLASS_FLAGS, "--steps", str(int(steps)), "--model", kind]
-                self._launch(kind, [*flags, "--out", str(self.out), "--name", name])
+                given = {"steps": int(steps), "model": kind, "out": self.out, "name": name}
+                flags = [(f"--{key}", str(value)) for key, value in (CLASS_FLAGS | given).items()]
+                self._launch(kind, sum(flags, ()))
 
     def resume(self):
         with self.lock:
@@ -1208,7 +1320,7 @@ class Classroom:
                 self._launch(kind, ["--resume", str(self.out / name)])
 
     def _launch(self, kind, flags):
-        log = tempfile.TemporaryFile()
+        log = tempfile.TemporaryFile()  # noqa: SIM115
         self.processes[kind] = subprocess.Popen(
             [sys.executable, str(HERE / "train.py"), *flags], stdout=log, stderr=log
         )
@@ -1229,7 +1341,7 @@ class Classroom:
                 process.kill()
 
     def status(self):
-        """[{name, state, parameters, step, loss, …, sample, curve}] of both runs, from their logs."""
+        """[{name, state, parameters, step, loss, …, sample, curve}] of both runs."""
         return [self._status(kind, self.out / name) for kind, name in self.runs.items()]
 
     def _status(self, kind, run):
@@ -1238,9 +1350,7 @@ class Classroom:
             code = process.poll()
         try:
             sizes = json.loads((run / "run.json").read_text(encoding="utf-8"))["parameters"]
-            found["parameters"] = (
-                f"{sum(sizes[k] for k in ('table', 'embedding', 'blocks', 'decoder')):,} ({sizes['table']:,})"
-            )
+            found["parameters"] = f"{sizes['total']:,} ({sizes['table']:,})"
             rows = list(csv.DictReader(io.StringIO((run / "log.csv").read_text(encoding="utf-8"))))
             parts = (run / "samples.txt").read_text(encoding="utf-8").split("--- step ")
         except (OSError, ValueError, KeyError):
@@ -1274,8 +1384,8 @@ def view_train(status):
     series = {run["name"]: run["curve"] for run in runs if run["curve"]}
     for run in runs:
         for key in ("loss", "perplexity", "top1", "valid_mass", "tokens_per_second"):
-            if run.get(key):
-                run[key] = f"{float(run[key]):.4g}"
+            value = float(run.get(key) or "nan")  # the standard model has no valid mass
+            run[key] = "–" if math.isnan(value) else f"{value:,.4g}"
     return {"runs": runs, "curve": chart(series, "step", "training loss")}
 
 
@@ -1284,9 +1394,9 @@ def view_train(status):
 # ---------------------------------------------------------------------------------------------
 
 
-def permalink(session, temperature, top_k, top_p):
+def permalink(session, temperature, top_k, top_p, tab):
     """The query string of what is seen: parts that are as at the start are left out."""
-    parts = [("prompt", session["prompt"]), ("tab", session["tab"])]
+    parts = [("prompt", session["prompt"]), ("tab", tab)]
     if session["checkpoint"] != session["default"]:
         parts.append(("checkpoint", session["checkpoint"]))
     if session["position"] != len(session["ids"]) - 1:
@@ -1302,7 +1412,7 @@ def permalink(session, temperature, top_k, top_p):
 
 
 def from_link(lab, session, query):
-    """(session, slider values) of a query string's {name: [values]}; what is wrong is left out."""
+    """(session, [sliders, tab]) of a query string's {name: [values]}; what is wrong is left out."""
     wrong, values = [], [default for default, _, _ in SLIDERS.values()]
 
     def whole(name, low, high):
@@ -1325,8 +1435,8 @@ def from_link(lab, session, query):
     if name := (query.get("checkpoint") or [""])[0]:
         session = session | {"checkpoint": name} if name in lab.paths() else session
         wrong += ["checkpoint"] * (name not in lab.paths())
-    if (tab := (query.get("tab") or ["signature"])[0]) in TABS:
-        session = session | {"tab": tab}
+    tab = (query.get("tab") or ["signature"])[0]
+    wrong += ["tab"] * (tab not in TABS)
     prompt = (query.get("prompt") or [examples(lab.get(session["checkpoint"]))[0][1]])[0]
     try:
         if words := query.get("word"):
@@ -1360,22 +1470,22 @@ def from_link(lab, session, query):
     if wrong:
         said = f"The link's {', '.join(sorted(set(wrong)))} could not be used and was left out."
         session = session | {"notice": said}
-    return session, values
+    return session, [*values, tab if tab in TABS else "signature"]
 
 
-def draw(lab, session, temperature, top_k, top_p):
-    """The session and the HTML of all views, in the order of the page's outputs."""
+def draw(lab, session, temperature, top_k, top_p, tab="signature"):
+    """The session and the HTML of all views, in the order of DRAWN."""
     checkpoint, trace = current(lab, session), session["trace"]
     return [
         session,
-        show("tokens", view_tokens(session)),
         show("signature", view_signature(trace, checkpoint.facts)),
         show("gate", view_gate(trace)),
         show("cascade", view_cascade(trace)),
         show("probability", view_probability(trace, temperature, top_k, top_p)),
         show("generate", view_generate(session, checkpoint.names)),
         show("vocabulary", view_vocabulary(session, checkpoint)),
-        show("link", {"url": permalink(session, temperature, top_k, top_p)}),
+        show("tokens", view_tokens(session)),
+        show("link", {"url": permalink(session, temperature, top_k, top_p, tab)}),
     ]
 
 
@@ -1400,49 +1510,42 @@ def inspect_prompt(lab, prompt, position=-1, top_k=TOP, force=None, checkpoint="
     return {k: v for k, v in trace.items() if k != "scores"} | {"ids": ids}
 
 
-DRAWN = "tokens signature gate cascade probability generate vocabulary link".split()
-PUBLIC = {"api_visibility": "public"}
+DRAWN = [*list(TABS)[:6], "tokens", "link"]  # what every event draws anew
 
 
-def refusing_plainly(work):
-    """For the endpoint: a mistake is the sentence itself."""
-
-    @functools.wraps(work)
-    def once(*args):
-        try:
-            return work(*args)
-        except ValueError as error:
-            raise gr.Error(str(error), print_exception=False) from None
-
-    return once
+@contextlib.contextmanager
+def told(plain):
+    """A ValueError becomes a message. It may hold user text, and the page takes HTML for one."""
+    try:
+        yield
+    except ValueError as error:
+        text = str(error) if plain else str(error).replace("&", "&amp;").replace("<", "&lt;")
+        raise gr.Error(text, title="Not done", print_exception=False) from None
 
 
-def refusing(work):
-    """A mistake is one sentence on the page. It may hold a user's text: shown as text, not HTML."""
-
-    def refuse(error):
-        text = str(error).replace("&", "&amp;").replace("<", "&lt;")
-        return gr.Error(text, title="Not done", print_exception=False)
+def refusing(work, plain=False):
+    """The handler, a function or a generator, with its mistakes told in one sentence."""
 
     @functools.wraps(work)
     def once(*args):
-        try:
+        with told(plain):
             return work(*args)
-        except ValueError as error:
-            raise refuse(error) from None
 
     @functools.wraps(work)
     def stream(*args):
-        try:
+        with told(plain):
             yield from work(*args)
-        except ValueError as error:
-            raise refuse(error) from None
 
     return stream if inspect.isgeneratorfunction(work) else once
 
 
 def html(name, value, events=CLICKS):
     return gr.HTML(value, elem_id=name, js_on_load=events)
+
+
+def textbox(label, name, value=""):
+    how = dict(lines=2, max_lines=6, scale=4, min_width=250)
+    return gr.Textbox(value, label=label, elem_id=name, **how)
 
 
 def sliders():
@@ -1459,7 +1562,8 @@ def sliders():
 class Page:
     """The page: what it shows at the start, and what each event does.
 
-    Every handler gets the session and the three sliders first, and gives what `draw` gives.
+    Every handler gets the session, the three sliders and the tab (`seen`) first, then its own
+    inputs, and gives what `draw` gives, then its own outputs.
     """
 
     def __init__(self, lab, classroom=None, why_no_class=""):
@@ -1476,7 +1580,8 @@ class Page:
         self.first = dict(zip(("session", *DRAWN), first, strict=True))
         self.places = {}
         with gr.Blocks(title="MultiHashFormer", analytics_enabled=False) as self.demo:
-            self.session, self.step = gr.State(self.begin), gr.State(0)
+            self.session = gr.State(self.begin)
+            self.step, self.at = gr.State(0), gr.State("signature")  # of the tour; the tab
             self.head(start)
             with gr.Tabs(selected="signature", elem_id="views") as self.tabs:
                 for name, title in TABS.items():
@@ -1502,15 +1607,7 @@ class Page:
                 self.back = gr.Button("Back", size="sm", elem_id="tour-back")
                 self.forth = gr.Button("Next", size="sm", elem_id="tour-next")
         with gr.Row():
-            self.prompt = gr.Textbox(
-                start,
-                label="Prompt",
-                lines=2,
-                max_lines=6,
-                scale=4,
-                min_width=250,
-                elem_id="prompt",
-            )
+            self.prompt = textbox("Prompt", "prompt", start)
             with gr.Column(scale=1, min_width=200):
                 self.choice = self.checkpoints("Checkpoint", "checkpoint")
                 self.look = gr.Button("Look inside", variant="primary", elem_id="look")
@@ -1526,12 +1623,10 @@ class Page:
         at_start = {"compare": show("compare", {}), "train": show("train", self.training())}
         self.views[name] = html(name, (self.first | at_start)[name])
         with gr.Accordion("The maths", open=False):
-            gr.Markdown(
-                MATHS[name], latex_delimiters=[{"left": "$", "right": "$", "display": False}]
-            )
-        if name in CODE:
-            with gr.Accordion("The code", open=False):
-                gr.HTML(show("code", {"text": source(name)}))
+            dollars = [{"left": "$", "right": "$", "display": False}]
+            gr.Markdown(MATHS[name], latex_delimiters=dollars, elem_classes="maths")
+        with gr.Accordion("The code", open=False):
+            gr.HTML(show("code", {"text": source(name)}))
         self.places[name] = tab
 
     def controls_probability(self):
@@ -1548,8 +1643,7 @@ class Page:
 
     def controls_vocabulary(self):
         with gr.Row():
-            label = "New tokens, one a line, in any script"
-            self.words = gr.Textbox(label=label, lines=2, scale=3, min_width=250, elem_id="words")
+            self.words = textbox("New tokens, one a line, in any script", "words")
             with gr.Column(scale=1, min_width=200):
                 self.space = gr.Checkbox(True, label="with a space in front, as inside a sentence")
                 self.add = gr.Button("Add", variant="primary", elem_id="add")
@@ -1557,10 +1651,7 @@ class Page:
 
     def controls_compare(self):
         with gr.Row():
-            label = "Second prompt (empty: the same)"
-            self.other_prompt = gr.Textbox(
-                label=label, lines=2, scale=3, min_width=250, elem_id="other-prompt"
-            )
+            self.other_prompt = textbox("Second prompt (empty: the same)", "other-prompt")
             with gr.Column(scale=1, min_width=200):
                 self.other = self.checkpoints("Second checkpoint", "other-checkpoint")
                 self.against = gr.Button("Compare", variant="primary", elem_id="against")
@@ -1574,7 +1665,7 @@ class Page:
                 self.further = gr.Button("Continue", elem_id="fit-on")
 
     def tour_html(self, step):
-        title, text, _, _ = TOUR[step]
+        title, _, _, text = TOUR[step]
         return show("tour", {"number": step + 1, "total": len(TOUR), "title": title, "text": text})
 
     def examples_html(self, session):
@@ -1591,7 +1682,7 @@ class Page:
     def wire(self):
         """Every event: all that runs a model waits in one queue, the rest is answered at once."""
         everything = [self.session, *(self.views[name] for name in DRAWN)]
-        with_prompt, given = [*everything, self.prompt], [self.session, *self.cuts]
+        with_prompt, given = [*everything, self.prompt], [self.session, *self.cuts, self.at]
         model = dict(api_visibility="private", concurrency_id="model", concurrency_limit=1)
         light = dict(api_visibility="private", queue=False, show_progress="hidden")
 
@@ -1600,14 +1691,24 @@ class Page:
             return event(refusing(work), [*given, *inputs], outputs, **how)
 
         views, page = self.views, [*with_prompt, self.choice, self.other, self.examples]
-        on(self.demo.load, self.on_load, (), [*page, *self.cuts, *self.mirrored, self.tabs])
+        on(
+            self.demo.load,
+            self.on_load,
+            (),
+            [*page, *self.cuts, self.at, *self.mirrored, self.tabs],
+        )
         for event in (self.look.click, self.prompt.submit):
             on(event, self.on_look, [self.prompt], show_progress="full")
         on(self.choice.input, self.on_checkpoint, [self.choice], [*with_prompt, self.examples])
         on(self.examples.example, self.on_example, (), with_prompt)
         for button, by in ((self.back, -1), (self.forth, 1)):
             work = functools.partial(self.on_tour, by)
-            on(button.click, work, [self.step], [*with_prompt, self.step, self.tour, self.tabs])
+            on(
+                button.click,
+                work,
+                [self.step],
+                [*with_prompt, self.step, self.tour, self.at, self.tabs],
+            )
         for name in ("tokens", "generate"):
             on(views[name].pick, self.on_pick)
         on(views["cascade"].force, self.on_force)
@@ -1626,11 +1727,12 @@ class Page:
             own.change(refusing(self.on_slide), **slide, **light, trigger_mode="always_last")
         for name, tab in self.places.items():
             work = functools.partial(self.on_tab, name)
-            tab.select(work, given, [self.session, views["link"]], **light)
+            tab.select(work, given, [self.at, views["link"]], **light)
         self.export.click(self.on_export, self.session, self.saved, **light)
         for choice in (self.choice, self.other):
             choice.focus(lambda: gr.Dropdown(choices=list(self.lab.paths())), None, choice, **light)
-        gr.api(refusing_plainly(self.api_inspect), api_name="inspect", **model | PUBLIC)
+        model["api_visibility"] = "public"
+        gr.api(refusing(self.api_inspect, plain=True), api_name="inspect", **model)
         self.wire_training(light)
 
     def wire_training(self, light):
@@ -1645,56 +1747,50 @@ class Page:
             button.click(refusing(work), inputs, [view, timer], **light)
         timer.tick(self.on_tick, None, [view, timer], **light)
 
-    def drawn(self, session, cuts):
-        return draw(self.lab, session, *cuts)
+    def drawn(self, session, seen):
+        return draw(self.lab, session, *seen)
 
-    def on_load(self, request: gr.Request, session, *cuts):
+    def on_load(self, request: gr.Request, session, *seen):
         query = urllib.parse.parse_qs(str(request.query_params), max_num_fields=100)
         session, values = from_link(self.lab, self.fresh, query)
         choices = [gr.Dropdown(choices=list(self.lab.paths()), value=session["checkpoint"])] * 2
         start = [session["prompt"], *choices, self.examples_html(session)]
-        return [
-            *self.drawn(session, values),
-            *start,
-            *values,
-            *values,
-            gr.Tabs(selected=session["tab"]),
-        ]
+        drawn, tabs = self.drawn(session, values), gr.Tabs(selected=values[-1])
+        return [*drawn, *start, *values, *values[:3], tabs]
 
     def on_look(self, session, *args):
-        *cuts, prompt = args
-        return self.drawn(open_prompt(self.lab, session, prompt), cuts)
+        *seen, prompt = args
+        return self.drawn(open_prompt(self.lab, session, prompt), seen)
 
     def on_checkpoint(self, session, *args):
-        """Another model reads the same prompt; words belong to the checkpoint they were added to."""
-        *cuts, name = args
+        """Another model reads the same prompt; words stay with the one they were added to."""
+        *seen, name = args
         lab, session = self.lab, session | {"checkpoint": name, "words": []}
         try:
             session = open_prompt(lab, session, session["prompt"])
         except ValueError:  # a checkpoint that takes token ids, or back from one
             session = open_prompt(lab, session, examples(lab.get(name))[0][1])
-        return [*self.drawn(session, cuts), session["prompt"], self.examples_html(session)]
+        return [*self.drawn(session, seen), session["prompt"], self.examples_html(session)]
 
-    def on_example(self, event: gr.EventData, session, *cuts):
+    def on_example(self, event: gr.EventData, session, *seen):
         found = examples(self.lab.get(session["checkpoint"]))
         prompt = found[int(event.index) % len(found)][1]
-        return [*self.drawn(open_prompt(self.lab, session, prompt), cuts), prompt]
+        return [*self.drawn(open_prompt(self.lab, session, prompt), seen), prompt]
 
     def on_tour(self, by, session, *args):
-        *cuts, step = args
+        *seen, step = args
         step = max(0, min(len(TOUR) - 1, step + by))
-        _, _, tab, prompt = TOUR[step]
-        session = session | {"tab": tab}
+        _, tab, prompt, _ = TOUR[step]
         if prompt and current(self.lab, session).tokenizer:
             session = open_prompt(self.lab, session, prompt)
-        drawn = self.drawn(session, cuts)
-        return [*drawn, session["prompt"], step, self.tour_html(step), gr.Tabs(selected=tab)]
+        drawn, tour = self.drawn(session, [*seen[:3], tab]), self.tour_html(step)
+        return [*drawn, session["prompt"], step, tour, tab, gr.Tabs(selected=tab)]
 
-    def on_pick(self, event: gr.EventData, session, *cuts):
+    def on_pick(self, event: gr.EventData, session, *seen):
         at = max(0, min(len(session["ids"]) - 1, int(event.index)))
-        return self.drawn(trace_again(self.lab, session, position=at, force={}), cuts)
+        return self.drawn(trace_again(self.lab, session, position=at, force={}), seen)
 
-    def on_force(self, event: gr.EventData, session, *cuts):
+    def on_force(self, event: gr.EventData, session, *seen):
         """Force a bucket, or let go of it if it is forced; function −1 lets go of all."""
         j, bucket, force = str(int(event.function)), int(event.bucket), dict(session["force"])
         if j == "-1":
@@ -1703,15 +1799,15 @@ class Page:
             del force[j]
         else:
             force[j] = bucket
-        return self.drawn(trace_again(self.lab, session, force=force), cuts)
+        return self.drawn(trace_again(self.lab, session, force=force), seen)
 
     def on_generate(self, session, *args, ids=None, start=None):
-        temperature, top_k, top_p, many, seed = args
-        steps = generate(self.lab, session, many, temperature, top_k, top_p, seed or 0, ids, start)
+        *seen, many, seed = args
+        steps = generate(self.lab, session, many, *seen[:3], seed or 0, ids, start)
         names = current(self.lab, session).names
         for session in steps:
             if session["trace"] is not None:
-                yield self.drawn(session, args[:3])
+                yield self.drawn(session, seen)
                 continue
             skip = dict.fromkeys(DRAWN, gr.skip())
             skip["generate"] = show("generate", view_generate(session, names))
@@ -1728,29 +1824,27 @@ class Page:
         ids = [*session["ids"][: at + 1], candidate]
         yield from self.on_generate(session | {"log_probs": log_probs}, *args, ids=ids, start=start)
 
-    def on_stop(self, session, *cuts):
-        position = (
-            max(0, len(session["ids"]) - 2) if session["trace"] is None else session["position"]
-        )
-        return self.drawn(trace_again(self.lab, session, position=position), cuts)
+    def on_stop(self, session, *seen):
+        if session["trace"] is None:  # in the midst of it
+            session = trace_again(self.lab, session, position=max(0, len(session["ids"]) - 2))
+        return self.drawn(session, seen)
 
-    def on_slide(self, session, *cuts):
+    def on_slide(self, session, *seen):
         if session["trace"] is None:
             return gr.skip(), gr.skip()
-        link = show("link", {"url": permalink(session, *cuts)})
-        return show("probability", view_probability(session["trace"], *cuts)), link
+        link = show("link", {"url": permalink(session, *seen)})
+        return show("probability", view_probability(session["trace"], *seen[:3])), link
 
-    def on_tab(self, name, session, *cuts):
-        session = session | {"tab": name}
-        return session, show("link", {"url": permalink(session, *cuts)})
+    def on_tab(self, name, session, *seen):
+        return name, show("link", {"url": permalink(session, *seen[:3], name)})
 
     def on_add(self, session, *args):
-        *cuts, words, space = args
-        return [*self.drawn(add_words(self.lab, session, words, space), cuts), ""]
+        *seen, words, space = args
+        return [*self.drawn(add_words(self.lab, session, words, space), seen), ""]
 
-    def on_forget(self, session, *cuts):
+    def on_forget(self, session, *seen):
         session = open_prompt(self.lab, session | {"words": []}, session["prompt"])
-        return self.drawn(session, cuts)
+        return self.drawn(session, seen)
 
     def on_compare(self, session, *args):
         *_, prompt, name = args
@@ -1788,7 +1882,7 @@ class Page:
 
     def on_fit(self, steps):
         self.classroom.start(steps)
-        return self.on_tick()[0], gr.Timer(active=True)
+        return self.on_tick()
 
     def on_halt(self):
         self.classroom.stop()
@@ -1796,7 +1890,7 @@ class Page:
 
     def on_further(self):
         self.classroom.resume()
-        return self.on_tick()[0], gr.Timer(active=True)
+        return self.on_tick()
 
     def on_tick(self):
         return show("train", self.training()), gr.Timer(active=self.classroom.busy())
@@ -1880,9 +1974,8 @@ def selftest(address):
 
     trace = Client(address, verbose=False).predict("O Romeo", api_name="/inspect")
     token = trace["top_tokens"][0]
-    print(
-        f"selftest: after 'O Romeo' most probably {glyph(token)}, {percent(math.exp(token['log_prob']))}"
-    )
+    best = f"{glyph(token)}, {percent(math.exp(token['log_prob']))}"
+    print(f"selftest: after 'O Romeo' most probably {best}")
 
 
 def main(argv=None):
