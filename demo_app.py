@@ -74,7 +74,8 @@ class Lab:
 
     def __init__(self, first=None, out="runs"):
         self.out, self.lock = Path(out), threading.Lock()
-        self.first = first and {str(first): mhf.find_checkpoint(first)}
+        name = first and (Path(first).resolve().name if Path(first).exists() else str(first))
+        self.first = first and {name: mhf.find_checkpoint(first)}
         self.open = functools.lru_cache(maxsize=3)(self._open)
         self.personal = functools.lru_cache(maxsize=16)(self._personal)
 
@@ -184,28 +185,31 @@ def facts(model):
         return found
     table, H, B = model.signatures, config.num_hashes, config.num_buckets
     found |= {"H": H, "B": B, "signatures": B**H, "rehashed": len(table.rehashed)}
-    real = table.ids[table.assigned].numpy()  # (tokens, H)
+    hashed = table.ids.any(-1)  # (V,): neither the pad nor unused ids
+    real = table.ids[hashed].numpy()  # (tokens, H)
     n, p = len(real), 1 / (B - 1)
     loads = [_counts(_counts(column, B)[1:]) for column in real.T]
-    log_choose = [
-        math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1) for k in range(n)
-    ]
+    most = min(n, max(map(len, loads)) - 1)
     found["loads"] = [
         {
             "tokens": k,
             "observed": sum(load[k] for load in loads if k < len(load)) / H,
-            "expected": math.exp(
-                math.log(B - 1) + log_choose[k] + k * math.log(p) + (n - k) * math.log1p(-p)
-            ),
+            "expected": (B - 1) * _binomial(k, n, p),
         }
-        for k in range(min(n, max(map(len, loads))))
+        for k in range(most + 1)
     ]
     few = H > 1 and n <= 100_000  # else it takes seconds
     found["close_pairs"], rows = _close_pairs(real) if few else (None, None)
-    found["close_pair"] = rows and table.assigned.nonzero()[rows, 0].tolist()
+    found["close_pair"] = rows and hashed.nonzero()[rows, 0].tolist()
     found["close_pairs_expected"] = n * (n - 1) / 2 * H * p ** (H - 1)
     found["rehash"] = _rehash_example(table)
     return found
+
+
+def _binomial(k, n, p):
+    """The chance of k of n, each with probability p."""
+    log_choose = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    return math.exp(log_choose + k * math.log(p) + (n - k) * math.log1p(-p)) if p < 1 else k == n
 
 
 def _counts(values, size=0):
@@ -812,8 +816,9 @@ one: all views then show what the model makes of it and what it expects after it
     "signature": """
 <h3>The token {{ chip(token.glyph, True) }} is the signature {{ cells(token.signature) }}</h3>
 <p>{{ H }} hash functions, {{ B|count }} buckets each: {{ signatures|count }} signatures
-(B<sup>H</sup>) for {{ V|count }} tokens, one for every {{ (signatures // V)|count }}.
-The token that {{ next_is }}, {{ chip(next.glyph) }}, is {{ cells(next.signature) }}</p>
+(B<sup>H</sup>) for {{ V|count }} tokens{% if signatures > V %}, one in
+{{ (signatures // V)|count }} is used{% else %}, which must share them{% endif %}. The token that
+{{ next_is }}, {{ chip(next.glyph) }}, is {{ cells(next.signature) }}</p>
 {% call table("Who shares the buckets", ["function, id", "tokens in the bucket",
   "who is in it: most probable next tokens first"]) %}
 {% for f in functions %}<tr><th scope="row">{{ cell(loop.index0, f.bucket) }}</th>
@@ -836,9 +841,9 @@ tries is {{ chip(rehash.glyph) }} {{ cells(rehash.token.signature) }}</p>
 {{ tries_list(rehash.tries, H) }}
 {% else %}<p>No token of this model was re-hashed.</p>{% endif %}
 <h3>All {{ V|count }} tokens</h3>
-<p>Pairs of tokens that share at least {{ H - 1 }} of {{ H }} ids:
+{% if H > 1 %}<p>Pairs of tokens that share at least {{ H - 1 }} of {{ H }} ids:
 {{ "not counted" if facts.close_pairs is none else facts.close_pairs|count }};
-{{ "%.2g"|format(facts.close_pairs_expected) }} are to be expected by chance.</p>
+{{ "%.2g"|format(facts.close_pairs_expected) }} are to be expected by chance.</p>{% endif %}
 {% call table("Bucket load, observed and expected", ["tokens in a bucket",
   "buckets, mean of the functions (upper bar)", "expected by chance (lower bar)", ""]) %}
 {% for row in facts.loads %}<tr><th scope="row">{{ row.tokens }}</th>
@@ -943,7 +948,8 @@ no token has: <b>{{ (1 - valid_mass)|percent }}</b></span></p>{% endif %}
 {% for r in rows %}{% if r.generated %}<button type="button" data-pick="{{ r.at - 1 }}"
  class="generated" aria-pressed="{{ r.chosen|lower }}"
  style="--p:{{ (100 * (r.p or 0))|round(1) }}%"><bdi>{{ r.glyph }}</bdi>
-<small>{{ r.p|percent }}</small></button>{% else %}<span class="given"><bdi>{{ r.glyph }}</bdi></span>{% endif %}
+<small>{{ r.p|percent }}</small></button>{% else %}
+<span class="given"><bdi>{{ r.glyph }}</bdi></span>{% endif %}
 {% endfor %}</div>
 {% if started %}<p class="hint">Seed {{ seed }}. The darker a token and the larger its number, the
 surer the model was (calibrated, before temperature and cuts).</p>{% endif %}
@@ -1049,6 +1055,7 @@ CSS = """
 .mhf .chip { display: inline-block; font-family: var(--font-mono); border: var(--edge);
   border-radius: 4px; padding: 0 .35em; margin: 1px; overflow-wrap: anywhere;
   background: var(--plain); color: var(--text); }
+.mhf td .chip, .mhf th .chip { white-space: nowrap; overflow-wrap: normal; }
 .mhf .chip.marked { border: 2px solid var(--text); font-weight: 600; }
 .mhf .cell { display: inline-block; font-family: var(--font-mono); border-left: .5em solid var(--c);
   padding: 0 .4em; margin: 1px 2px; border-radius: 3px; background: var(--soft); }
@@ -1723,8 +1730,11 @@ class Page:
         for own, twin in zip(self.cuts, self.mirrored, strict=True):
             own.input(None, own, twin, js="x => x", api_visibility="private")
             twin.input(None, twin, own, js="x => x", api_visibility="private")
-            slide = dict(inputs=given, outputs=[views["probability"], views["link"]])
-            own.change(refusing(self.on_slide), **slide, **light, trigger_mode="always_last")
+        for group in (self.cuts, self.mirrored):  # input, not change: loading a link is no move
+            moved = [slider.input for slider in group] + [slider.release for slider in group]
+            slide = dict(outputs=[views["probability"], views["link"]], **light)
+            inputs, how = [self.session, *group, self.at], {"trigger_mode": "always_last"}
+            gr.on(moved, refusing(self.on_slide), inputs, **slide, **how)
         for name, tab in self.places.items():
             work = functools.partial(self.on_tab, name)
             tab.select(work, given, [self.at, views["link"]], **light)

@@ -25,6 +25,7 @@ Glossary (one letter, one meaning; the names in brackets are those of config.jso
 """
 
 import base64
+import copy
 import functools
 import itertools
 import json
@@ -1319,18 +1320,19 @@ def _token_entry(model, token_id):
 
 
 def _explain_gate(model, ids, tokens):
-    """Adds gate, gate_scores, row_norms and residual to the tokens; None where it is not ours."""
+    """Adds gate, gate_scores, row_norms and residual to the tokens; None where a gate has none."""
     rows = model.model.embed_tokens(model.rows[ids[0]])  # (T, H, D)
     x, gate = (y[0] for y in model.embed(ids, return_gate=True))  # (T, D), (T, H)
-    combiner, residual, scores = model.model.combiner, None, None
-    if scorer := getattr(combiner, "scorer", None):
-        scores = scorer(rows).squeeze(-1)  # (T, H)
-    if adapter := getattr(combiner, "output_proj", None):
-        mixed = (gate.unsqueeze(-1).double() * rows).sum(-2)  # (T, D)
-        again = F.linear(mixed, adapter[0].weight.double(), adapter[0].bias.double())  # (T, D)
-        residual = (again - x).norm(dim=-1)  # (T,)
-    found = {"gate": gate, "gate_scores": scores, "row_norms": rows.norm(dim=-1)}
-    for name, values in (found | {"residual": residual}).items():
+    found = dict.fromkeys(("gate", "gate_scores", "residual")) | {"row_norms": rows.norm(dim=-1)}
+    if scorer := getattr(model.model.combiner, "scorer", None):
+        found["gate_scores"] = scorer(rows).squeeze(-1)  # (T, H)
+    if gate.shape == rows.shape[:2]:
+        found["gate"] = gate
+        if adapter := getattr(model.model.combiner, "output_proj", None):
+            mixed = (gate.unsqueeze(-1).cpu().double() * rows.cpu()).sum(-2)  # (T, D)
+            again = copy.deepcopy(adapter).cpu().double()(mixed)  # (T, D)
+            found["residual"] = (again - x.cpu()).norm(dim=-1)  # (T,)
+    for name, values in found.items():
         for t, entry in enumerate(tokens):
             entry[name] = None if values is None else values[t].tolist()
 
