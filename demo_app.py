@@ -1418,66 +1418,83 @@ def permalink(session, temperature, top_k, top_p, tab):
     return "?" + urllib.parse.urlencode(parts)
 
 
+class Link:
+    """The parts of a query string; what is wrong is noted, and a default takes its place."""
+
+    def __init__(self, query):
+        self.query, self.wrong = query, set()
+
+    def get(self, name):
+        return (self.query.get(name) or [""])[0]
+
+    def one_of(self, name, known, default):
+        if self.get(name) and self.get(name) not in known:
+            self.wrong.add(name)
+        return self.get(name) if self.get(name) in known else default
+
+    def number(self, name, kind, low, high, default):
+        def within():
+            if not low <= (value := kind(self.get(name))) <= high:
+                raise ValueError
+            return value
+
+        return self.attempt(name, within, lambda: default)
+
+    def attempt(self, name, work, otherwise):
+        """What work() returns if the link has that part and it can be used."""
+        if self.get(name):
+            try:
+                return work()
+            except (ValueError, OverflowError):
+                self.wrong.add(name)
+        return otherwise()
+
+
 def from_link(lab, session, query):
     """(session, [sliders, tab]) of a query string's {name: [values]}; what is wrong is left out."""
-    wrong, values = [], [default for default, _, _ in SLIDERS.values()]
+    link = Link(query)
+    name = link.one_of("checkpoint", lab.paths(), session["checkpoint"])
+    start, session = examples(lab.get(name))[0][1], session | {"checkpoint": name}
+    session["prompt"] = link.get("prompt") or start
+    words = "\n".join(query.get("word") or [])
+    for part, work in (
+        ("word", lambda: add_words(lab, session, words, space=False)),
+        ("prompt", lambda: open_prompt(lab, session, session["prompt"])),
+        ("ids", lambda: _generated(lab, session, link)),
+    ):
+        session = link.attempt(part, work, lambda: session)
+    if not session["ids"]:
+        session = open_prompt(lab, session, start)
+    last = len(session["ids"]) - 1
+    session["position"] = link.number("position", int, 0, last, last)
+    pairs = [pair.partition(":") for pair in query.get("force") or ()]
+    force = lambda: {str(int(j)): int(bucket) for j, _, bucket in pairs}  # noqa: E731
+    session = link.attempt(
+        "force",
+        lambda: trace_again(lab, session, force=force()),
+        lambda: trace_again(lab, session),
+    )
+    values = [
+        link.number(name, int if name == "top_k" else float, low, high, default)
+        for name, (default, low, high) in SLIDERS.items()
+    ]
+    tab = link.one_of("tab", TABS, "signature")
+    if link.wrong:
+        parts = ", ".join(sorted(link.wrong))
+        session["notice"] = f"The link's {parts} could not be used and was left out."
+    return session, [*values, tab]
 
-    def whole(name, low, high):
-        text = (query.get(name) or [""])[0]
-        if not text:
-            return None
-        if not re.fullmatch(r"-?\d{1,19}", text) or not low <= int(text) <= high:
-            wrong.append(name)
-            return None
-        return int(text)
 
-    for k, (name, (default, low, high)) in enumerate(SLIDERS.items()):
-        try:
-            value = float((query.get(name) or [default])[0])
-            if not low <= value <= high:
-                raise ValueError
-            values[k] = int(value) if name == "top_k" else value
-        except ValueError:
-            wrong.append(name)
-    if name := (query.get("checkpoint") or [""])[0]:
-        session = session | {"checkpoint": name} if name in lab.paths() else session
-        wrong += ["checkpoint"] * (name not in lab.paths())
-    tab = (query.get("tab") or ["signature"])[0]
-    wrong += ["tab"] * (tab not in TABS)
-    prompt = (query.get("prompt") or [examples(lab.get(session["checkpoint"]))[0][1]])[0]
-    try:
-        if words := query.get("word"):
-            session = add_words(lab, session | {"prompt": prompt}, "\n".join(words), space=False)
-        session = open_prompt(lab, session, prompt)
-    except ValueError:
-        wrong.append("word" if query.get("word") else "prompt")
-        session = open_prompt(
-            lab, session | {"words": []}, examples(lab.get(session["checkpoint"]))[0][1]
-        )
-    V, changes = len(current(lab, session).names), {}
-    if ids := (query.get("ids") or [""])[0]:
-        ids = [int(i) for i in ids.split(",") if re.fullmatch(r"\d{1,9}", i) and int(i) < V]
-        start = whole("start", 1, max(1, len(ids) - 1))
-        if start and len(ids) <= current(lab, session).facts["window"]:
-            changes = {"ids": ids, "start": start, "seed": whole("seed", 0, 2**63 - 1) or 0}
-            changes["log_probs"] = lab.log_probs(current(lab, session), ids, start)
-        else:
-            wrong.append("ids")
-    size = len(changes.get("ids", session["ids"]))
-    changes["position"] = whole("position", 0, size - 1)
-    if changes["position"] is None:
-        changes["position"] = size - 1
-    pairs = [re.fullmatch(r"(\d{1,3}):(\d{1,9})", pair) for pair in query.get("force") or ()]
-    changes["force"] = {pair[1]: int(pair[2]) for pair in pairs if pair}
-    try:
-        session = trace_again(lab, session, **changes)
-    except ValueError:
-        wrong.append("force")
-        session = trace_again(lab, session, **changes | {"force": {}})
-    if wrong:
-        said = f"The link's {', '.join(sorted(set(wrong)))} could not be used and was left out."
-        session = session | {"notice": said}
-    return session, [*values, tab if tab in TABS else "signature"]
+def _generated(lab, session, link):
+    """The session with the generated tokens of a link; their probabilities are made anew."""
+    checkpoint, ids = current(lab, session), [int(i) for i in link.get("ids").split(",")]
+    known = 0 <= min(ids) and max(ids) < len(checkpoint.names)
+    if not known or len(ids) > checkpoint.facts["window"]:
+        raise ValueError
+    start = link.number("start", int, 1, len(ids), len(ids))
+    seed = link.number("seed", int, 0, 2**63 - 1, 0)
+    log_probs = lab.log_probs(checkpoint, ids, start)
+    return session | {"ids": ids, "start": start, "seed": seed, "log_probs": log_probs}
 
 
 def draw(lab, session, temperature, top_k, top_p, tab="signature"):
