@@ -1433,21 +1433,21 @@ class Link:
         return self.get(name) if self.get(name) in known else default
 
     def number(self, name, kind, low, high, default):
-        def within():
-            if not low <= (value := kind(self.get(name))) <= high:
-                raise ValueError
-            return value
+        def within(_):
+            if low <= (value := kind(self.get(name))) <= high:
+                return value
+            raise ValueError
 
-        return self.attempt(name, within, lambda: default)
+        return self.attempt(name, within, default)
 
-    def attempt(self, name, work, otherwise):
-        """What work() returns if the link has that part and it can be used."""
+    def attempt(self, name, work, value):
+        """work(value) if the link has that part and it can be used; else the value."""
         if self.get(name):
             try:
-                return work()
+                return work(value)
             except (ValueError, OverflowError):
                 self.wrong.add(name)
-        return otherwise()
+        return value
 
 
 def from_link(lab, session, query):
@@ -1455,25 +1455,22 @@ def from_link(lab, session, query):
     link = Link(query)
     name = link.one_of("checkpoint", lab.paths(), session["checkpoint"])
     start, session = examples(lab.get(name))[0][1], session | {"checkpoint": name}
-    session["prompt"] = link.get("prompt") or start
-    words = "\n".join(query.get("word") or [])
-    for part, work in (
-        ("word", lambda: add_words(lab, session, words, space=False)),
-        ("prompt", lambda: open_prompt(lab, session, session["prompt"])),
-        ("ids", lambda: _generated(lab, session, link)),
-    ):
-        session = link.attempt(part, work, lambda: session)
+    prompt, words = link.get("prompt") or start, "\n".join(query.get("word") or [])
+    session["prompt"] = prompt
+    session = link.attempt("word", lambda s: add_words(lab, s, words, space=False), session)
+    session = link.attempt("prompt", lambda s: open_prompt(lab, s, prompt), session)
     if not session["ids"]:
         session = open_prompt(lab, session, start)
+    session = link.attempt("ids", lambda s: _generated(lab, s, link), session)
     last = len(session["ids"]) - 1
-    session["position"] = link.number("position", int, 0, last, last)
+    position = link.number("position", int, 0, last, last)
+    session = trace_again(lab, session, position=position)
     pairs = [pair.partition(":") for pair in query.get("force") or ()]
-    force = lambda: {str(int(j)): int(bucket) for j, _, bucket in pairs}  # noqa: E731
-    session = link.attempt(
-        "force",
-        lambda: trace_again(lab, session, force=force()),
-        lambda: trace_again(lab, session),
-    )
+
+    def forced(s):
+        return trace_again(lab, s, force={str(int(j)): int(bucket) for j, _, bucket in pairs})
+
+    session = link.attempt("force", forced, session)
     values = [
         link.number(name, int if name == "top_k" else float, low, high, default)
         for name, (default, low, high) in SLIDERS.items()
@@ -1488,7 +1485,7 @@ def from_link(lab, session, query):
 def _generated(lab, session, link):
     """The session with the generated tokens of a link; their probabilities are made anew."""
     checkpoint, ids = current(lab, session), [int(i) for i in link.get("ids").split(",")]
-    known = 0 <= min(ids) and max(ids) < len(checkpoint.names)
+    known = all(0 <= i < len(checkpoint.names) for i in ids)
     if not known or len(ids) > checkpoint.facts["window"]:
         raise ValueError
     start = link.number("start", int, 1, len(ids), len(ids))
@@ -1499,6 +1496,8 @@ def _generated(lab, session, link):
 
 def draw(lab, session, temperature, top_k, top_p, tab="signature"):
     """The session and the HTML of all views, in the order of DRAWN."""
+    if session["trace"] is None:  # stopped in the midst of generating
+        session = trace_again(lab, session, position=max(0, len(session["ids"]) - 2))
     checkpoint, trace = current(lab, session), session["trace"]
     return [
         session,
@@ -1719,7 +1718,7 @@ class Page:
             self.demo.load,
             self.on_load,
             (),
-            [*page, *self.cuts, self.at, *self.mirrored, self.tabs],
+            [*page, *self.cuts, self.at, *self.mirrored, self.tabs, self.seed],
         )
         for event in (self.look.click, self.prompt.submit):
             on(event, self.on_look, [self.prompt], show_progress="full")
@@ -1740,7 +1739,7 @@ class Page:
             on(self.go.click, self.on_generate, [self.many, self.seed]),
             on(views["generate"].branch, self.on_branch, [self.many, self.seed]),
         ]
-        on(self.stop.click, self.on_stop, cancels=runs)
+        on(self.stop.click, lambda session, *seen: self.drawn(session, seen), cancels=runs)
         on(self.add.click, self.on_add, [self.words, self.space], [*everything, self.words])
         on(self.forget.click, self.on_forget)
         on(self.against.click, self.on_compare, [self.other_prompt, self.other], views["compare"])
@@ -1783,7 +1782,7 @@ class Page:
         choices = [gr.Dropdown(choices=list(self.lab.paths()), value=session["checkpoint"])] * 2
         start = [session["prompt"], *choices, self.examples_html(session)]
         drawn, tabs = self.drawn(session, values), gr.Tabs(selected=values[-1])
-        return [*drawn, *start, *values, *values[:3], tabs]
+        return [*drawn, *start, *values, *values[:3], tabs, session["seed"]]
 
     def on_look(self, session, *args):
         *seen, prompt = args
@@ -1846,15 +1845,10 @@ class Page:
         if not 0 <= candidate < len(current(self.lab, session).names):
             raise ValueError(f"there is no token {candidate}")
         start = at + 1 if session["start"] is None else min(session["start"], at + 1)
-        log_p = {e["id"]: e["log_prob"] for e in session["trace"]["top_tokens"]}.get(candidate)
-        log_probs = {i: p for i, p in session["log_probs"].items() if i <= at} | {at + 1: log_p}
         ids = [*session["ids"][: at + 1], candidate]
+        log_probs = {i: p for i, p in session["log_probs"].items() if i <= at}
+        log_probs |= self.lab.log_probs(current(self.lab, session), ids, at + 1)
         yield from self.on_generate(session | {"log_probs": log_probs}, *args, ids=ids, start=start)
-
-    def on_stop(self, session, *seen):
-        if session["trace"] is None:  # in the midst of it
-            session = trace_again(self.lab, session, position=max(0, len(session["ids"]) - 2))
-        return self.drawn(session, seen)
 
     def on_slide(self, session, *seen):
         if session["trace"] is None:
@@ -1961,7 +1955,8 @@ def free_port(host, port):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for candidate in [port] if port else range(7860, 8060):
         with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if os.name == "posix":  # a port is free again at once
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, candidate))
                 return candidate
@@ -2008,6 +2003,7 @@ def selftest(address):
 def main(argv=None):
     """The exit status: 0, or 2 for a mistake in the call."""
     args = parse_arguments(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # what atexit registered is done, too
     try:
         page, address = serve(args)
     except ValueError as error:

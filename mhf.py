@@ -767,7 +767,6 @@ class LanguageModel(nn.Module):
         temperature: logits are score / (calibration · temperature); 0 is greedy.
         top_k, top_p: sample among exactly the k best; of these, among the fewest with mass p.
         stop: ids that end their row; the stop id itself is yielded. seed: None: PyTorch's own.
-
         Yields an int for one 1-D prompt, else a LongTensor (N,) with the pad id in finished rows;
         with return_log_probs (token, log P), which temperature, top_k and top_p do not change.
         When a row's context is full, its newest half is encoded again, as that of a prompt which is
