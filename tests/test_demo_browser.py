@@ -40,10 +40,10 @@ if missing:
 ROOT = Path(mhf.__file__).resolve().parent
 SHIPPED = ROOT / "tutorials" / "checkpoint"
 AXE = Path(axe_playwright_python.__file__).with_name("axe.min.js")
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
+FLAGS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
+    "--disable-background-networking", "--disable-component-update",
+]  # fmt: skip
 TABS = ["Signature", "Gate", "Cascade", "Probability", "Generate", "Vocabulary", "Compare", "Train"]
 ROMEO = "**ROMEO**  \nBut, soft! what light through yonder"
 PHONE = {"viewport": {"width": 390, "height": 844}}
@@ -68,14 +68,15 @@ sys.exit(demo_app.main(sys.argv[1:]))
 
 # Counts what the page asked the server and what it answered, to know when the page is at rest.
 COUNT = """
-window.asked = 0; window.answered = 0;
+window.asked = 0; window.answered = 0; window.queued = 0; window.last = 0;
+const answer = (n) => { if (n) { window.answered += n; window.last = performance.now(); } };
 const plain = window.fetch;
 window.fetch = async (...args) => {
   const url = String(args[0].url ?? args[0]);
   const asks = url.includes('/queue/join') || url.includes('/run/');
-  if (asks) window.asked++;
+  if (asks) { window.asked++; window.last = performance.now(); }
   const response = await plain(...args);
-  if (asks && (url.includes('/run/') || !response.ok)) window.answered++;
+  if (asks && (url.includes('/run/') || !response.ok)) answer(1);
   if (!url.includes('/queue/data')) return response;
   const [page, own] = response.body.tee();
   (async () => {
@@ -85,7 +86,9 @@ window.fetch = async (...args) => {
       for await (const part of own) {
         const lines = (text + decoder.decode(part, {stream: true})).split('\\n');
         text = lines.pop();
-        window.answered += lines.filter(line => line.includes('"process_completed"')).length;
+        const done = lines.filter(line => line.includes('"process_completed"')).length;
+        window.queued += done;
+        answer(done);
       }
     } catch {}  // the page is closed
   })();
@@ -117,6 +120,7 @@ def server(tmp_path_factory):
     launcher = folder / "launcher.py"
     launcher.write_text(LAUNCHER.replace("ROOT", repr(str(ROOT))))
     other_checkpoint(folder / "runs" / "other")
+    other_checkpoint(folder / "runs" / "bare", tokenizer=False)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -136,8 +140,8 @@ def server(tmp_path_factory):
         process.wait(30)
 
 
-def other_checkpoint(run):
-    """A run with a tiny random model and a tokenizer of its own."""
+def other_checkpoint(run, tokenizer=True):
+    """A run with a tiny random model and perhaps a tokenizer of its own."""
     words = mhf.Tokenizer.train(ROMEO * 20, 280)
     config = mhf.Config(
         vocab_size=len(words),
@@ -155,7 +159,8 @@ def other_checkpoint(run):
     signatures = mhf.SignatureTable(3, 64)
     signatures.extend(words.all_bytes(), pad_id=words.eot)
     mhf.MultiHashFormer(config, signatures).save_pretrained(run / "step-1")
-    words.save(run / "step-1")
+    if tokenizer:
+        words.save(run / "step-1")
     (run / "last").write_text("step-1\n")
 
 
@@ -188,7 +193,10 @@ def visit(browser, server):
     contexts, errors, requests = [], [], []
 
     def visit(query=(), **options):
-        query = dict(query)
+        """query: names and values of the address, or the address of another page."""
+        if isinstance(query, str):
+            query = urllib.parse.parse_qsl(urllib.parse.urlparse(query).query)
+        tab = dict(query).get("tab", "signature")
         context = browser.new_context(accept_downloads=True, **options)
         contexts.append(context)
         context.set_default_timeout(1000 * SECONDS)
@@ -197,10 +205,11 @@ def visit(browser, server):
         page = context.new_page()
         page.on("console", lambda m: m.type == "error" and errors.append(m.text))
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(server.address + "/?" + urllib.parse.urlencode(query, True))
-        page.wait_for_function("asked > 0 && asked === answered")
+        page.goto(server.address + "/?" + urllib.parse.urlencode(query))
+        page.wait_for_function("queued > 0")
         page.wait_for_selector("#tokens button")
-        expect(page.locator(f"#{query.get('tab', 'signature')} .mhf")).to_be_visible()
+        expect(page.locator(f"#{tab} .mhf")).to_be_visible()
+        rest(page, 0, 100)
         return page
 
     yield visit
@@ -217,11 +226,20 @@ def answered(page):
     """Waits until what was done inside has been asked and answered."""
     before = page.evaluate("asked")
     yield
-    page.wait_for_function(f"asked > {before} && asked === answered")
+    rest(page, before)
+
+
+def rest(page, before, quiet=20):
+    """Waits for more requests than `before`, all of them answered `quiet` milliseconds ago."""
+    still = f"asked === answered && performance.now() - last > {quiet}"
+    page.wait_for_function(f"asked > {before} && {still}")
 
 
 def open_tab(page, name):
     tab = page.get_by_role("tab", name=name, exact=True)
+    if not tab.count():  # on a phone
+        page.get_by_label("More tabs").click()
+        tab = page.locator(".overflow-dropdown button").get_by_text(name, exact=True)
     if tab.get_attribute("aria-selected") != "true":
         with answered(page):
             tab.click()
@@ -371,7 +389,8 @@ def rich(library):
 
 
 AXE_RUN = """async where => {
-  const found = await axe.run(where ?? document, {runOnly: ['wcag2a', 'wcag2aa']});
+  const found = await axe.run(where ?? document, {
+    runOnly: ['wcag2a', 'wcag2aa'], resultTypes: ['violations']});
   return found.violations.flatMap(v => v.nodes.map(n => `${v.id}: ${n.html} ${n.failureSummary}`));
 }"""
 
@@ -447,7 +466,7 @@ def position(page):
 
 def test_a_click_on_a_token_moves_every_view(visit, library):
     """All views then name the token, and what the probability table expects comes after it."""
-    page, (model, tokenizer) = visit({"prompt": ROMEO}), library
+    page, tokenizer = visit({"prompt": ROMEO}), library[1]
     ids, at = tokenizer.encode(ROMEO), 7
     glyph, follows = (signs(tokenizer.decode([ids[i]])) for i in (at, at + 1))
     with answered(page):
@@ -489,21 +508,19 @@ def test_the_tokens_are_the_tokenizers(visit, romeo):
 
 def test_the_signatures_numbers_are_the_tables(visit, romeo):
     """Ids, tokens in each bucket, ids in common, and the loads of all buckets."""
-    page, hash_map = visit(romeo.query), romeo.hash_map
+    page, hash_map, B = visit(romeo.query), romeo.hash_map, romeo.log_p.shape[1]
     shows(page.locator("#signature .cells").first.evaluate(
         "x => [...x.querySelectorAll('.cell')].map(c => c.lastChild.textContent).join(' ')"
     ), *romeo.signature)  # fmt: skip
-    rows, real = cells(page, "signature"), hash_map[:, 0] > 0
-    expected = real.sum().item() / (romeo.log_p.shape[1] - 1)
+    rows = cells(page, "signature")
     for j, (row, bucket) in enumerate(zip(rows, romeo.signature, strict=True)):
         shows(row[0], bucket)
-        shows(row[1], (hash_map[:, j] == bucket).sum().item(), expected)
+        shows(row[1], (hash_map[:, j] == bucket).sum().item(), len(hash_map) / (B - 1))
     shared = (hash_map == hash_map[romeo.ids[romeo.at]]).sum(-1).bincount(minlength=5)
     shared[4] -= 1  # the token itself
-    shared[0] -= (~real).sum()
     for n, fact in enumerate(page.locator("#signature .fact").all_text_contents()):
         shows(fact, n, 4, shared[n].item())
-    loads = torch.stack([column[real].bincount(minlength=2048)[1:] for column in hash_map.T])
+    loads = torch.stack([column.bincount(minlength=B)[1:] for column in hash_map.T])  # (H, B-1)
     rows = cells(page, "signature", 1)
     assert len(rows) == loads.max() + 1
     for n, row in enumerate(rows):
@@ -640,7 +657,7 @@ def query(page):
 
 
 def test_forcing_a_bucket_is_a_what_if(visit, server, romeo):
-    """Later functions and the table follow the forced row as the library says; undone, as before."""
+    """Later functions and the table follow the row, as the library says; undone, as before."""
     page = visit(romeo.query | {"tab": "cascade"})
     before = html(page, "cascade")
     bucket = page.locator("#cascade .panel").nth(1).locator(".bucket").nth(4)
@@ -667,3 +684,437 @@ def test_forcing_a_bucket_is_a_what_if(visit, server, romeo):
     with answered(page):
         page.locator("#cascade [data-clear]").click()
     assert html(page, "cascade") == before
+
+
+# ---------------------------------------------------------------------------------------------
+# Generate
+# ---------------------------------------------------------------------------------------------
+
+
+def written(page):
+    """Generated tokens as (text, percent)."""
+    tokens = page.locator("#generate .generated")
+    parts = (tokens.locator(part).all_text_contents() for part in ("bdi", "small"))
+    return list(zip(*parts, strict=True))
+
+
+def generate(page, tokens, seed):
+    """Writes from the page's prompt, to the end."""
+    look(page, ROMEO)
+    page.get_by_label("number input for tokens").fill(str(tokens))
+    page.get_by_label("seed").fill(str(seed))
+    with answered(page):
+        page.locator("#go").click()
+    return written(page)
+
+
+def test_the_same_seed_gives_the_librarys_text_again(visit, library):
+    """Tokens and probabilities are those of the library's own generate; another seed's differ."""
+    model, tokenizer = library
+    page = visit({"prompt": ROMEO, "tab": "generate", "top_k": 40})
+    first = generate(page, 6, 1)
+    expected = list(
+        model.generate(
+            tokenizer.encode(ROMEO), 6, top_k=40, seed=1, stop=(tokenizer.eot,),
+            return_log_probs=True,
+        )
+    )  # fmt: skip
+    assert "".join(text for text, _ in first) == "".join(
+        signs(tokenizer.decode([i])) for i, _ in expected
+    )
+    for (_, p), (_, log_p) in zip(first, expected, strict=True):
+        shows(p, math.exp(log_p))
+    assert generate(page, 6, 1) == first
+    assert generate(page, 6, 2) != first
+
+
+WATCH = """() => {
+  window.seen = [];
+  const count = () => seen.push(document.querySelectorAll('#generate .generated').length);
+  new MutationObserver(count).observe(
+    document.querySelector('#generate'), {subtree: true, childList: true});
+}"""
+
+
+def test_tokens_arrive_one_by_one(visit, server):
+    """The page shows one more token again and again, not all of them at the end."""
+    page = visit({"prompt": ROMEO, "tab": "generate"})
+    page.evaluate(WATCH)
+    server.slow("0.1")
+    assert len(generate(page, 8, 0)) == 8
+    seen = page.evaluate("seen")
+    seen = seen[seen.index(1) :]
+    assert seen == sorted(seen)
+    assert len(set(seen)) >= 5
+
+
+def test_stop_freezes_the_text_and_the_model(visit, server):
+    """After Stop the text keeps what it had, the model does not run on, and all can be used."""
+    page = visit({"prompt": ROMEO, "tab": "generate"})
+    server.slow("0.1")
+    page.locator("#go").click()
+    page.locator("#generate .generated").nth(2).wait_for()
+    page.locator("#stop").click()
+    page.locator("#generate [data-candidate]").first.wait_for()
+    text, calls = written(page), server.calls()
+    page.wait_for_timeout(700)
+    assert written(page) == text
+    assert 3 <= len(text) < 30
+    assert server.calls() == calls
+    with answered(page):
+        page.locator("#generate .generated").nth(1).click()
+    assert written(page) == text
+
+
+def test_a_generated_token_moves_the_views_to_its_step(visit, library):
+    """The table's marked row is the token, with the probability that it was drawn with."""
+    page = visit({"prompt": ROMEO, "tab": "generate"})
+    text = generate(page, 6, 3)
+    at = len(library[1].encode(ROMEO)) + 2
+    with answered(page):
+        page.locator("#generate .generated").nth(3).click()
+    assert position(page) == [str(at)]
+    open_tab(page, "Probability")
+    row = page.locator("#probability tr", has=page.locator("button.marked"))
+    assert row.locator("bdi").text_content() == text[3][0]
+    assert row.locator("td").nth(-2).text_content() == text[3][1]
+    for tab in ("Signature", "Gate", "Cascade"):
+        open_tab(page, tab)
+        expect(page.locator(f"#{tab.lower()} h3 bdi").first).to_have_text(text[2][0])
+
+
+def test_writing_goes_on_with_another_candidate(visit):
+    """What was there before the step stays, then comes the candidate, then new tokens."""
+    page = visit({"prompt": ROMEO, "tab": "generate"})
+    text = generate(page, 4, 3)
+    with answered(page):
+        page.locator("#generate .generated").nth(2).click()
+    candidates = page.locator("#generate [data-candidate]")
+    names = candidates.locator("bdi").all_text_contents()
+    other = next(k for k, name in enumerate(names) if name != text[2][0])
+    chance = candidates.nth(other).locator("small").text_content()
+    with answered(page):
+        candidates.nth(other).click()
+    new = written(page)
+    assert new[:2] == text[:2]
+    assert new[2] == (names[other], chance)
+    assert len(new) == 3 + 4
+
+
+# ---------------------------------------------------------------------------------------------
+# Words, links, exports
+# ---------------------------------------------------------------------------------------------
+
+WORDS = ["سيلفي", "自拍", "🤳🏽"]
+
+
+def test_new_words_are_their_users_alone(visit, library):
+    """Words of any script get the library's signatures, work in the prompt, and stay private."""
+    page, other = visit({"tab": "vocabulary"}), visit({"tab": "vocabulary"})
+    page.locator("#words textarea").fill("\n".join(WORDS))
+    with answered(page):
+        page.locator("#add").click()
+    signatures = mhf.load(SHIPPED).signatures
+    V = len(signatures)
+    signatures.extend([f" {word}".encode() for word in WORDS])
+    for n, row in enumerate(cells(page, "vocabulary")):
+        assert row[0] == "␣" + WORDS[n]
+        shows(row[1], V + n)
+        shows(row[2], *signatures.ids[V + n].tolist())
+        shows(row[4], 0)  # parameters added
+    assert page.locator("#words textarea").input_value() == ""
+    for window in (page, other):
+        look(window, "a 自拍 b")
+    tokens = page.locator("#tokens button small").all_text_contents()
+    assert tokens.count(str(V + 1)) == 1
+    tokens = other.locator("#tokens button small").all_text_contents()
+    assert len(tokens) > 3 and max(map(int, tokens)) < V
+    assert not any(word in other.locator("body").inner_text() for word in (WORDS[0], WORDS[2]))
+    with answered(page):
+        page.locator("#forget").click()
+    assert glyphs(page.locator("#tokens .tokens")) == glyphs(other.locator("#tokens .tokens"))
+
+
+def state(page):
+    """All that a page shows: prompt, sliders, tab, address, views."""
+    found = {"prompt": page.locator("#prompt textarea").input_value(), "query": query(page)}
+    found["tab"] = page.locator("[role=tab][aria-selected=true]").first.inner_text()
+    for tab in ("Signature", "Gate", "Cascade", "Probability", "Generate", "Vocabulary"):
+        open_tab(page, tab)
+        found[tab] = html(page, tab.lower())
+        if tab == "Probability":
+            found["sliders"] = [slider(page, name).input_value() for name in SLIDERS]
+    return found | {"tokens": html(page, "tokens")}
+
+
+def test_a_link_shows_the_same_in_another_browser(visit):
+    """Prompt, word, written text, position, what-if, sliders and tab, made by hand, are back."""
+    page = visit({"tab": "vocabulary"})
+    page.locator("#words textarea").fill("自拍")
+    with answered(page):
+        page.locator("#add").click()
+    open_tab(page, "Generate")
+    look(page, "**ROMEO**  \nO, your 自拍")
+    page.get_by_label("number input for tokens").fill("5")
+    page.get_by_label("seed").fill("7")
+    with answered(page):
+        page.locator("#go").click()
+    with answered(page):
+        page.locator("#generate .generated").nth(2).click()
+    open_tab(page, "Probability")
+    slide(page, "temperature", 0.7)
+    slide(page, "top-k", 30)
+    open_tab(page, "Cascade")
+    with answered(page):
+        page.locator("#cascade .bucket").nth(3).click()
+    again = visit(page.url)
+    assert page.locator("#link a").get_attribute("href") in page.url
+    assert again.url == page.url
+    assert state(again) == state(page)
+
+
+def test_the_export_holds_what_is_shown(visit, server, library, romeo):
+    """The JSON reads back, has a schema, the prompt, and the endpoint's trace to 1e-6."""
+    page = visit(romeo.query)
+    with page.expect_download() as download:
+        page.locator("#export").click()
+    found = json.loads(Path(download.value.path()).read_text(encoding="utf-8"))
+    assert isinstance(found["schema"], int)
+    assert (found["prompt"], found["ids"], found["position"]) == (ROMEO, romeo.ids, romeo.at)
+    trace, expected = found["trace"], inspect(server, ROMEO, romeo.at)
+    same(expected, {"ids": found["ids"]} | {key: trace[key] for key in expected if key != "ids"})
+
+
+def same(expected, actual):
+    """Equal: numbers to 1e-6, the rest exactly."""
+    if isinstance(expected, dict):
+        assert expected.keys() == actual.keys()
+        for key in expected:
+            same(expected[key], actual[key])
+    elif isinstance(expected, list):
+        for one, two in zip(expected, actual, strict=True):
+            same(one, two)
+    elif isinstance(expected, float):
+        assert actual == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    else:
+        assert actual == expected
+
+
+# ---------------------------------------------------------------------------------------------
+# Hard texts
+# ---------------------------------------------------------------------------------------------
+
+ATTACK = "<img src=x onerror=document.title='X'>"
+HARD = [
+    ATTACK,
+    "${document.title='X'} {{7*7}} {% raw %} #{7*7}",
+    r"\u0041 \x3cimg\x3e \\ \n `document.title` ``` ' \" &lt;b&gt;",
+    "</script><script>document.title='X'</script>",
+    "one\n\n\ntwo\r\nthree\tfour\n",
+    "😀 👩‍👩‍👧 🏴󠁧󠁢󠁥󠁮󠁧󠁿",
+    "\u202eسلام\u202c abc \u2066שלום\u2069",
+    "a\u0301\u200b\u00ad\ufeff" + "\u0300" * 50,
+    "x" * 3000,
+    "   ",
+    "word " * 2000,
+]
+
+
+def harmless(page):
+    """No text became a part of the page or was run."""
+    assert page.title() != "X"
+    assert page.locator("img[src=x]").count() == 0
+    scripts = page.evaluate("[...document.scripts].map(script => script.textContent)")
+    assert "document.title='X'" not in scripts
+
+
+def toast(page):
+    """The message of a mistake, which is then closed."""
+    text = page.get_by_test_id("toast-text").last.text_content()
+    harmless(page)
+    page.get_by_test_id("toast-close").last.click()
+    expect(page.locator(".toast-body")).to_have_count(0)
+    return text
+
+
+def test_hard_prompts_are_shown_as_text(visit, library):
+    """Code, markup, control characters, emoji, right-to-left and long texts are tokens, no more."""
+    page, tokenizer = visit(), library[1]
+    for hard in HARD:
+        look(page, hard)
+        text = page.locator("#prompt textarea").input_value()
+        assert text == hard.replace("\r\n", "\n")  # as browsers do
+        ids = tokenizer.encode(text)
+        tokens = page.locator("#tokens .tokens")
+        assert list(map(int, tokens.locator("small").all_text_contents())) == ids[-256:]
+        if re.fullmatch("[ -~\n]*", text) and len(ids) <= 256:
+            assert glyphs(tokens) == signs(text)
+        harmless(page)
+    assert page.locator(".toast-body").count() == 0
+
+
+def test_markup_is_text_in_every_view(visit):
+    """As prompt, as new word, as the second prompt, and after forcing a bucket."""
+    page = visit({"tab": "vocabulary"})
+    page.locator("#words textarea").fill(ATTACK)
+    with answered(page):
+        page.locator("#add").click()
+    look(page, "a " + ATTACK)
+    for tab in TABS[:6]:
+        open_tab(page, tab)
+        assert "<img␣src=x" in html(page, tab.lower()).replace("&lt;", "<") or tab == "Probability"
+        harmless(page)
+    open_tab(page, "Compare")
+    page.locator("#other-prompt textarea").fill(ATTACK)
+    with answered(page):
+        page.locator("#against").click()
+    expect(page.locator("#compare table")).to_have_count(2)
+    harmless(page)
+
+
+def test_markup_in_a_link_is_text(visit):
+    """A link whose every part is markup opens: what can be used is, the rest is named."""
+    parts = ["checkpoint", "position", "force", "ids", "start", "seed", "temperature", "top_k"]
+    page = visit({"prompt": ATTACK, "word": " " + ATTACK} | dict.fromkeys(parts, ATTACK))
+    assert glyphs(page.locator("#tokens .tokens")) == signs(ATTACK)
+    assert page.locator("#prompt textarea").input_value() == ATTACK
+    assert "checkpoint" in page.locator("#tokens .notice").inner_text()
+    harmless(page)
+
+
+def test_markup_in_a_message_is_text(visit):
+    """A mistake's sentence quotes the user's text."""
+    page = visit({"checkpoint": "bare"})
+    look(page, ATTACK)
+    assert ATTACK in toast(page)
+
+
+def test_what_cannot_be_read_costs_nothing(visit):
+    """10,001 characters or none: one sentence; the views and the text that was typed stay."""
+    page = visit({"prompt": ROMEO})
+    before, tokens = html(page, "signature"), html(page, "tokens")
+    for text, said in (("x" * 10_001, "10,001"), ("", "empty")):
+        look(page, text)
+        sentence = toast(page)
+        assert said in sentence and "\n" not in sentence
+        assert page.locator("#prompt textarea").input_value() == text
+        assert (html(page, "signature"), html(page, "tokens")) == (before, tokens)
+
+
+# ---------------------------------------------------------------------------------------------
+# Tour, examples, comparisons, training, waiting
+# ---------------------------------------------------------------------------------------------
+
+
+def test_the_tour_opens_the_views_it_is_about(visit):
+    """Every step has a text of its own and a filled view; it goes through six views, and back."""
+    page, tabs = visit(), []
+    steps = [page.locator("#tour").inner_text()]
+    for _ in range(9):
+        with answered(page):
+            page.locator("#tour-next").click()
+        steps.append(page.locator("#tour").inner_text())
+        tab = page.locator("[role=tab][aria-selected=true]").inner_text()
+        tabs += [tab] * (tab not in tabs)
+        assert re.search(r"\d", page.locator(f"#{tab.lower()}").inner_text())
+    assert len(set(steps)) == 10
+    assert tabs == TABS[:6]
+    with answered(page):
+        page.locator("#tour-back").click()
+    assert page.locator("#tour").inner_text() == steps[-2]
+    assert page.locator(".toast-body").count() == 0
+
+
+def test_every_example_opens(visit, library):
+    """Its prompt stands in the box, and its tokens are the tokenizer's."""
+    page = visit()
+    page.get_by_role("button", name="Examples").click()
+    examples, prompts = page.locator("#examples [data-example]"), set()
+    expect(examples.first).to_be_visible()
+    for n in range(examples.count()):
+        with answered(page):
+            examples.nth(n).click()
+        prompts.add(prompt := page.locator("#prompt textarea").input_value())
+        tokens = page.locator("#tokens button small").all_text_contents()
+        assert list(map(int, tokens)) == library[1].encode(prompt)
+    assert len(prompts) == examples.count() >= 6
+    assert page.locator(".toast-body").count() == 0
+
+
+def choose(page, name, value):
+    """Chooses from a dropdown."""
+    with answered(page):  # the choices are looked up anew
+        page.locator(f"#{name} input").click()
+    page.get_by_role("option", name=value).click()
+
+
+def test_two_prompts_side_by_side(visit, library):
+    """The calibrated probabilities and ranks after both, as the library says, and differences."""
+    (model, tokenizer), second = library, "What light"
+    page = visit({"prompt": ROMEO, "tab": "compare"})
+    page.locator("#other-prompt textarea").fill(second)
+    with answered(page):
+        page.locator("#against").click()
+    with torch.inference_mode():
+        a, b = (model.log_probs(torch.tensor([tokenizer.encode(text)]))[0, -1].exp()
+                for text in (ROMEO, second))  # fmt: skip
+    tokens = {*a.topk(10).indices.tolist(), *b.topk(10).indices.tolist()}
+    tokens = sorted(tokens, key=lambda i: -max(a[i], b[i]))
+    rank = lambda p, i: 1 + (p > p[i]).sum().item()  # noqa: E731
+    for row, i in zip(cells(page, "compare"), tokens, strict=True):
+        shows(row[1], a[i].item())
+        shows(row[2], b[i].item())
+        shows(row[3], 100 * (b[i] - a[i]).item())
+        shows(row[4], rank(a, i), rank(b, i))
+
+
+def test_two_checkpoints_side_by_side(visit):
+    """Tokens that only one of them has are marked so, the others have a difference."""
+    page = visit({"prompt": ROMEO, "tab": "compare"})
+    choose(page, "other-checkpoint", "other")
+    with answered(page):
+        page.locator("#against").click()
+    rows = cells(page, "compare")
+    assert any("no such token" in row for row in rows)
+    assert any(re.search(r"[+-]\d", row[3]) for row in rows)
+
+
+def test_another_checkpoint_reads_the_prompt(visit):
+    """The tokens and the signatures are then those of the chosen one, which has 3 functions."""
+    page = visit({"prompt": ROMEO})
+    with answered(page):
+        choose(page, "checkpoint", "other")
+    assert page.locator("#signature .cells").first.locator(".cell").count() == 3
+    assert query(page)["checkpoint"] == ["other"]
+    assert glyphs(page.locator("#tokens .tokens")) == signs(ROMEO)
+
+
+def test_a_class_trains_two_models(visit, server):
+    """A curve appears, Stop ends both runs with what they have, which the other views can open."""
+    page = visit({"tab": "train"})
+    page.locator("#fit").click()
+    page.locator("#train svg polyline").first.wait_for(timeout=180_000)
+    page.locator("#fit-stop").click()
+    expect(page.locator("#train tbody td:nth-child(2)")).to_have_text(
+        ["stopped"] * 2, timeout=60_000
+    )
+    with answered(page):
+        choose(page, "checkpoint", re.compile("class-.*mhf"))
+    open_tab(page, "Signature")
+    assert page.locator("#signature .cells").first.locator(".cell").count() == 4
+
+
+def test_those_who_wait_see_their_place(visit, server):
+    """While others' requests run, the page says how many are before it."""
+    page = visit({"prompt": ROMEO})
+    server.slow("0.5")
+    body = json.dumps({"data": [ROMEO, -1, 10, None, ""]}).encode()
+    for _ in range(5):
+        request = urllib.request.Request(
+            f"{server.address}/gradio_api/call/inspect", body, {"Content-Type": "application/json"}
+        )
+        urllib.request.urlopen(request, timeout=SECONDS).close()
+    with answered(page):
+        page.locator("#look").click()
+        expect(page.get_by_text(re.compile(r"queue: \d+/\d+")).first).to_be_visible()
+        server.slow("0")
