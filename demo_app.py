@@ -937,7 +937,8 @@ no token has: <b>{{ (1 - valid_mass)|percent }}</b></span></p>{% endif %}
 </tr>{% endfor %}
 {% endcall %}
 <p class="arithmetic" aria-live="polite">{{ rows[0].sum }}</p>
-<p>With temperature {{ settings[0] }}, top-k {{ settings[1] or "off" }}, top-p {{ settings[2] }}:
+<p>With temperature {{ "%g"|format(settings[0]) }}, top-k {{ settings[1] or "off" }}, top-p
+{{ "%g"|format(settings[2]) }}:
 <b>{{ kept|count }}</b> token{{ s(kept) }} can be drawn; those not in the table have
 {{ rest|percent }} together.
 {% if rows|selectattr("next")|list %}◆ is the token that comes next in the text.{% endif %}</p>
@@ -1739,7 +1740,8 @@ class Page:
             on(self.go.click, self.on_generate, [self.many, self.seed]),
             on(views["generate"].branch, self.on_branch, [self.many, self.seed]),
         ]
-        on(self.stop.click, lambda session, *seen: self.drawn(session, seen), cancels=runs)
+        stopped = self.stop.click(None, cancels=runs, queue=False, api_visibility="private")
+        on(stopped.then, lambda session, *seen: self.drawn(session, seen))
         on(self.add.click, self.on_add, [self.words, self.space], [*everything, self.words])
         on(self.forget.click, self.on_forget)
         on(self.against.click, self.on_compare, [self.other_prompt, self.other], views["compare"])
