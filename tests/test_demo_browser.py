@@ -907,9 +907,10 @@ def same(expected, actual):
 # Hard texts
 # ---------------------------------------------------------------------------------------------
 
-ATTACK = "<img src=x onerror=document.title='X'>"
+ATTACK = "<img/src='x'/onerror=document.title='X'>"  # no blank, which would be shown as a sign
 HARD = [
     ATTACK,
+    ATTACK.replace("/", " "),
     "${document.title='X'} {{7*7}} {% raw %} #{7*7}",
     r"\u0041 \x3cimg\x3e \\ \n `document.title` ``` ' \" &lt;b&gt;",
     "</script><script>document.title='X'</script>",
@@ -926,7 +927,7 @@ HARD = [
 def harmless(page):
     """No text became a part of the page or was run."""
     assert page.title() != "X"
-    assert page.locator("img[src=x]").count() == 0
+    assert page.locator(":is(.mhf, .toast-body) :is(img, script)").count() == 0
     scripts = page.evaluate("[...document.scripts].map(script => script.textContent)")
     assert "document.title='X'" not in scripts
 
@@ -965,7 +966,9 @@ def test_markup_is_text_in_every_view(visit):
     look(page, "a " + ATTACK)
     for tab in TABS[:6]:
         open_tab(page, tab)
-        assert "<img␣src=x" in html(page, tab.lower()).replace("&lt;", "<") or tab == "Probability"
+        assert (
+            tab == "Probability" or "<img/src='x'" in page.locator(f"#{tab.lower()}").inner_text()
+        )
         harmless(page)
     open_tab(page, "Compare")
     page.locator("#other-prompt textarea").fill(ATTACK)
