@@ -573,15 +573,14 @@ def _arithmetic(trace, entry):
     """How a token's numbers come from each other, in one line."""
     if "log_p" not in entry or entry["score"] is None:
         return ""
-    terms = " ".join(f"{x:+.3f}" for x in entry["log_p"]).replace("-", "−")
+    terms = " ".join(f"{x:+.3f}" for x in entry["log_p"])
     p, paper = math.exp(entry["log_prob"]), math.exp(entry["log_prob_paper"])
-    distinct = trace["valid_mass"]
     return (
         f"log p₁ … log p{str(len(entry['log_p'])).translate(SUBSCRIPT)}:  {terms} = "
         f"{entry['score']:.3f};   exp → joint {entry['joint_prob']:.3g};   ÷ valid mass "
-        f"{distinct:.3g} → {paper:.4f} (paper, τ = 1);   softmax of the sums / τ "
+        f"{trace['valid_mass']:.3g} → {paper:.4f} (paper, τ = 1);   softmax of the sums / τ "
         f"{trace['calibration']:.3g} → {p:.4f} (calibrated)"
-    )
+    ).replace("-", "−")
 
 
 def view_generate(session, names):
@@ -765,20 +764,20 @@ MACROS = """
 <tbody>{{ caller() }}</tbody></table></div>
 {% endmacro %}
 {% macro cell(j, id) %}<span class="cell f{{ j % 8 }}"><i>{{ j + 1 }}</i>{{ id }}</span>
-{% endmacro %}
+{%- endmacro %}
 {% macro cells(signature) %}
 <span class="cells">{% for id in signature or () %}{{ cell(loop.index0, id) }}{% endfor %}</span>
-{% endmacro %}
+{%- endmacro %}
 {% macro chip(glyph, marked=False, note="") %}
 <span class="chip{{ ' marked' if marked }}"><bdi>{{ glyph }}</bdi>
 {%- if note %} <small>{{ note }}</small>{% endif %}</span>
-{% endmacro %}
+{%- endmacro %}
 {% macro chips(entries, more=0) %}
 {% for c in entries %}{{ chip(c.glyph, c.marked) }} {% endfor %}
 {% if more > 0 %}<small>and {{ more|count }} more</small>{% endif %}
 {% endmacro %}
 {% macro bar(kind, share) %}<span class="bar {{ kind }}" style="width:{{ share }}%"></span>
-{% endmacro %}
+{%- endmacro %}
 {% macro s(n) %}{{ "s" if n != 1 }}{% endmacro %}
 {% macro lines(c) %}
 <svg viewBox="0 0 600 260" role="img"
@@ -883,7 +882,7 @@ largest of all tokens here is {{ "%.1e"|format(worst) }}.{% endif %}</p>
 <h3>What comes after {{ chip(before, True) }}? {{ panels|length }} ids, one after the other</h3>
 {% if forced %}<p class="notice whatif" role="status"><b>What if</b> {% for j, bucket in
   forced.items() %}function {{ j|int + 1 }} were bucket {{ bucket }}{{ ", and " if not loop.last }}
-{% endfor %}: later functions and the result follow that row, not the model's own mixture.
+{%- endfor %}: later functions and the result follow that row, not the model's own mixture.
 <button type="button" data-clear="1">Back to the model's own</button></p>{% endif %}
 <p>The most probable next token is {{ chip(best) }} ({{ best_p|percent }}).{% if next %} In the
 text comes {{ chip(next) }}; its buckets have a ◆.{% endif %} Choose a bucket to force it.</p>
@@ -1074,6 +1073,7 @@ CSS = """
 .mhf .stack.mass { height: 1.6em; max-width: 50rem; border: var(--edge); }
 .mhf .hatched, .mhf div.unassigned, .mhf .unassigned { background: var(--hatch); }
 .mhf .legend span { margin-right: .7em; }
+.mhf .legend .key { margin-right: .3em; }
 .mhf .tokens { display: flex; flex-wrap: wrap; gap: 4px; max-height: 16rem; overflow-y: auto;
   padding: 3px; }
 .mhf .tokens button, .mhf .given { display: inline-flex; flex-direction: column; cursor: pointer;
@@ -1085,14 +1085,15 @@ CSS = """
 .mhf button[aria-pressed="true"] { outline: 3px solid var(--c0); outline-offset: -1px;
   font-weight: 700; }
 .mhf button:focus-visible, .mhf [tabindex]:focus-visible { outline: 3px solid var(--c1); }
-.mhf .tokens .generated { --tint: color-mix(in srgb, var(--c5) 35%, var(--plain));
+.mhf .tokens .generated { --tint: color-mix(in srgb, var(--c5) 60%, var(--plain));
   background: color-mix(in srgb, var(--tint) var(--p), var(--plain));
   border-bottom: .35rem solid color-mix(in srgb, var(--c0) var(--p), var(--border-color-primary)); }
 .mhf .panels { display: grid; gap: .8rem;
   grid-template-columns: repeat(auto-fit, minmax(min(15rem, 100%), 1fr)); }
 .mhf .panel { border: var(--edge); border-radius: 6px; padding: .5rem .7rem; min-width: 0; }
 .mhf .bucket { display: block; width: 100%; text-align: left; border: 1px solid transparent;
-  border-radius: 5px; padding: .2rem .3rem; cursor: pointer; color: var(--text); }
+  border-radius: 5px; padding: .2rem .3rem; cursor: pointer; color: var(--text);
+  background: var(--plain); }
 .mhf .bucket .top { display: flex; justify-content: space-between; gap: .5em;
   font-variant-numeric: tabular-nums; }
 .mhf .bucket .members { font-size: .9em; font-weight: normal; }
@@ -1111,6 +1112,8 @@ CSS = """
 .mhf .s3 { stroke: var(--c3); stroke-dasharray: 10 3 2 3; }
 .mhf pre { white-space: pre-wrap; overflow-wrap: anywhere; max-height: 24rem; overflow-y: auto;
   padding: .5rem; background: var(--soft); color: var(--text); }
+.mhf pre.code { font-size: .85rem; white-space: pre; overflow-x: auto; }
+@media (max-width: 600px) { .mhf svg[role=img] text { font-size: 19px; } }
 @media (prefers-reduced-motion: reduce) {
   *, *::before, *::after { animation: none !important; transition: none !important; } }
 """
@@ -2002,10 +2005,16 @@ def selftest(address):
     print(f"selftest: after 'O Romeo' most probably {best}")
 
 
+def end(*_):
+    """On SIGTERM: what atexit registered is done, too."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(0)
+
+
 def main(argv=None):
     """The exit status: 0, or 2 for a mistake in the call."""
     args = parse_arguments(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # what atexit registered is done, too
+    signal.signal(signal.SIGTERM, end)
     try:
         page, address = serve(args)
     except ValueError as error:
