@@ -1548,12 +1548,12 @@ def inspect_prompt(lab, prompt, position=-1, top_k=TOP, force=None, checkpoint="
         if not isinstance(value, str):
             raise ValueError(f"{name} must be text, not {brief(value)}")
     for name, value in (("position", position), ("top_k", top_k)):
-        if not is_whole(value):
+        if isinstance(value, str) or not is_whole(value):
             raise ValueError(f"{name} must be a whole number, not {brief(value)}")
     if not 1 <= top_k <= 100:
         raise ValueError(f"top_k must be from 1 to 100, not {brief(top_k)}")
     pairs = list((force if isinstance(force, dict) else {"?": force} if force else {}).items())
-    if not all(re.fullmatch(r"-?\d{1,9}", str(j)) and is_whole(bucket) for j, bucket in pairs):
+    if not all(is_whole(j) and is_whole(bucket) for j, bucket in pairs):
         raise ValueError(f"force must be {{function: bucket}}, not {brief(force)}")
     found = lab.get(checkpoint or next(iter(lab.paths())))
     ids = lab.encode(found, [], prompt)
@@ -1565,6 +1565,9 @@ def inspect_prompt(lab, prompt, position=-1, top_k=TOP, force=None, checkpoint="
 
 
 def is_whole(value):
+    """Whether int(value) says the same; JSON has the functions of a dict as text."""
+    if isinstance(value, str):
+        return bool(re.fullmatch(r"-?\d{1,9}", value))
     return type(value) is int or (type(value) is float and value.is_integer())
 
 
