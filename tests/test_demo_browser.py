@@ -48,6 +48,7 @@ TABS = ["Signature", "Gate", "Cascade", "Probability", "Generate", "Vocabulary",
 ROMEO = "**ROMEO**  \nBut, soft! what light through yonder"
 PHONE = {"viewport": {"width": 390, "height": 844}}
 SECONDS = 20  # that a page may take; a wait, not a claim
+expect.set_options(timeout=1000 * SECONDS)
 
 # Counts every run of the backbone in calls.txt, and sleeps before it as long as slow.txt says.
 LAUNCHER = """
@@ -216,9 +217,9 @@ def visit(browser, server):
     for context in contexts:
         context.close()
     server.slow("0")
-    assert not errors
     away = [url for url in requests if not url.startswith((server.address + "/", "data:", "blob:"))]
     assert requests and not away
+    assert not errors
 
 
 @contextmanager
@@ -414,15 +415,25 @@ def test_nothing_bars_a_user_with_a_disability(visit, shoot, library, scheme):
     assert found == {tab: [] for tab in TABS}
 
 
+CUT = """() => [...document.querySelectorAll('.block, .prose, .mhf, .mhf *')].filter(
+  e => e.clientWidth && e.scrollWidth > e.clientWidth + 1 && !e.closest('.scroll, pre, svg')
+).map(e => e.outerHTML.slice(0, 100))"""
+
+
 def test_a_phone_shows_every_tab_without_sideways_scrolling(visit, shoot, library):
-    """At 390 pixels no tab, with every accordion open, is wider than the window."""
-    page, wide = visit(rich(library), **PHONE), {}
+    """At 390 pixels no tab, with every accordion open, is wider than the window.
+
+    Nor is a part of it wider than its place, but for wide tables and source, which scroll alone.
+    """
+    page, wide, cut = visit(rich(library), **PHONE), {}, {}
     for tab in TABS:
         open_tab(page, tab)
         unfold(page)
         wide[tab] = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+        cut[tab] = page.evaluate(CUT)
         shoot(page, f"{tab.lower()}-phone")
     assert max(wide.values()) <= 0, wide
+    assert cut == {tab: [] for tab in TABS}
 
 
 MOVING = """() => [...document.querySelectorAll('*')].filter(element => {
@@ -455,7 +466,8 @@ def test_every_view_is_filled_at_load(visit):
         open_tab(page, tab)
         text = page.locator(f"#{tab.lower()}").inner_text()
         assert len(re.findall(r"\d", text)) > 20 or tab in ("Compare", "Train") and len(text) > 20
-        assert not re.search("error|loading|undefined|nan", text, re.IGNORECASE)
+        assert not re.search(r"\b(NaN|undefined|Infinity|inf|Loading)\b", text)
+        assert page.locator(".error:visible").count() == 0
     assert page.locator(".toast-body").count() == 0
 
 
@@ -593,7 +605,10 @@ def test_the_probabilities_are_the_models(visit, romeo):
 
 
 def test_pointing_at_a_row_shows_its_arithmetic(visit, romeo):
-    """Terms that add up to the sum, whose exponential over the valid mass is the probability."""
+    """Terms that add up to the sum, whose exponential over the valid mass is the probability.
+
+    Tolerances: three decimals of the logs, three digits of the rest.
+    """
     page, line = visit(romeo.query | {"tab": "probability"}), "#probability .arithmetic"
     i = romeo.scores.topk(10).indices[3].item()
     page.locator("#probability tbody tr").nth(3).hover()
@@ -602,8 +617,8 @@ def test_pointing_at_a_row_shows_its_arithmetic(visit, romeo):
     shown = [float(x.replace("−", "-")) for x in re.findall(r"[-+−]?\d+\.?\d*(?:e-\d+)?", text)]
     assert shown[:4] == pytest.approx(logs, abs=6e-4)
     assert shown[4] == pytest.approx(sum(shown[:4]), abs=3e-3)
-    assert shown[5] == pytest.approx(math.exp(shown[4]), rel=1e-2)
-    assert shown[5] / shown[6] == pytest.approx(romeo.paper[i].item(), rel=1e-2)
+    assert shown[5] == pytest.approx(math.exp(shown[4]), rel=2e-2)
+    assert shown[5] / shown[6] == pytest.approx(romeo.paper[i].item(), rel=2e-2)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -742,10 +757,9 @@ def test_tokens_arrive_one_by_one(visit, server):
     page = visit({"prompt": ROMEO, "tab": "generate"})
     page.evaluate(WATCH)
     server.slow("0.1")
-    assert len(generate(page, 8, 0)) == 8
-    seen = page.evaluate("seen")
+    text, seen = generate(page, 8, 0), page.evaluate("seen")
     seen = seen[seen.index(1) :]
-    assert seen == sorted(seen)
+    assert seen == sorted(seen) and seen[-1] == len(text)
     assert len(set(seen)) >= 5
 
 
@@ -799,7 +813,7 @@ def test_writing_goes_on_with_another_candidate(visit):
     new = written(page)
     assert new[:2] == text[:2]
     assert new[2] == (names[other], chance)
-    assert len(new) == 3 + 4
+    assert 3 < len(new) <= 3 + 4
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1095,11 +1109,12 @@ def test_another_checkpoint_reads_the_prompt(visit):
     assert glyphs(page.locator("#tokens .tokens")) == signs(ROMEO)
 
 
-def test_a_class_trains_two_models(visit, server):
+def test_a_class_trains_two_models(visit, shoot):
     """A curve appears, Stop ends both runs with what they have, which the other views can open."""
     page = visit({"tab": "train"})
     page.locator("#fit").click()
     page.locator("#train svg polyline").first.wait_for(timeout=180_000)
+    shoot(page, "train-running")
     page.locator("#fit-stop").click()
     expect(page.locator("#train tbody td:nth-child(2)")).to_have_text(
         ["stopped"] * 2, timeout=60_000
