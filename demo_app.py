@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import reprlib
 import shutil
 import signal
 import socket
@@ -47,6 +48,7 @@ TOP = 10  # buckets and tokens that a view lists
 MAX_CHARACTERS, MAX_TOKENS, MAX_WORDS, MAX_BYTES = 10_000, 200, 50, 64
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SLIDERS = {"temperature": (1.0, 0.0, 3.0), "top_k": (0, 0, 1000), "top_p": (1.0, 0.01, 1.0)}
+brief = reprlib.repr  # of any value, short enough for a message
 SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
@@ -81,13 +83,18 @@ class Lab:
 
     def paths(self):
         """{name: folder}: the checkpoint given, the shipped one, those of the output folder."""
-        runs = sorted(self.out.glob("*/last"), key=os.path.getmtime, reverse=True)
-        shipped = {"shipped": SHIPPED} if (SHIPPED / "config.json").is_file() else {}
-        return (self.first or {}) | shipped | {run.parent.name: run.parent for run in runs[:50]}
+        found = dict(self.first or {})
+        if (SHIPPED / "config.json").is_file():
+            found.setdefault("shipped", SHIPPED)
+        for run in sorted(self.out.glob("*/last"), key=os.path.getmtime, reverse=True)[:50]:
+            found.setdefault(run.parent.name, run.parent)
+        return found
 
     def get(self, name):
         if name not in (paths := self.paths()):
-            raise ValueError(f"there is no checkpoint {name!r} here; there are {', '.join(paths)}")
+            raise ValueError(
+                f"there is no checkpoint {brief(name)} here; there are {', '.join(paths)}"
+            )
         return self.open(name, mhf.find_checkpoint(paths[name]))
 
     def _open(self, name, folder):
@@ -117,6 +124,7 @@ class Lab:
             raise ValueError(f"the text has {len(text):,} characters; {MAX_CHARACTERS:,} are read")
         if not text:
             raise ValueError("the prompt is empty; type at least one character")
+        check_text(text)
         if checkpoint.tokenizer is None:
             try:
                 return [int(word) for word in text.split()]
@@ -137,9 +145,10 @@ class Lab:
         """mhf.explain's trace. Of a model that a student changed, at least the next tokens."""
         top_k = min(top_k, len(checkpoint.names))
         with self.lock:
+            mhf.check_explain(checkpoint.model.config, ids, position, top_k, force)
             try:
                 trace = checkpoint.model.explain(ids, position, top_k, force, all_scores=True)
-            except (AttributeError, IndexError, KeyError, TypeError, RuntimeError) as error:
+            except Exception as error:  # whatever a student changed
                 trace = self._plain_trace(checkpoint, ids, position, top_k, error)
         for entry in [*trace["tokens"], *trace["top_tokens"], *filter(None, [trace["next"]])]:
             raw = checkpoint.names[entry["id"]]
@@ -218,14 +227,15 @@ def _counts(values, size=0):
 
 def _close_pairs(ids):
     """How many pairs of tokens share H−1 ids or more, and one such pair, if there is any."""
-    pairs, example = 0, None
-    for left_out in range(ids.shape[1]):
+    alike, example = [], None
+    for left_out in (*range(ids.shape[1]), []):
         rest = np.ascontiguousarray(np.delete(ids, left_out, 1))
         _, group, sizes = np.unique(rest, axis=0, return_inverse=True, return_counts=True)
-        pairs += int((sizes * (sizes - 1) // 2).sum())
+        alike.append(int((sizes * (sizes - 1) // 2).sum()))
         if example is None and sizes.max() > 1:
             example = np.flatnonzero(group.ravel() == sizes.argmax())[:2].tolist()
-    return pairs, example
+    *alike, same = alike  # those with all ids in common were counted H times
+    return sum(alike) - (len(alike) - 1) * same, example
 
 
 def _rehash_example(table):
@@ -262,6 +272,17 @@ def _rehash_example(table):
 # ---------------------------------------------------------------------------------------------
 # A user's session: a dict that every event takes and returns anew
 # ---------------------------------------------------------------------------------------------
+
+
+def check_text(text):
+    """ValueError if a text holds half a character, which no UTF-8 can say."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"character {error.start + 1} of the text is only half a character; type it anew"
+        ) from None
+
 
 FRESH = {
     "checkpoint": None,
@@ -308,6 +329,7 @@ def open_prompt(lab, session, prompt, position=-1, **changes):
 
 def add_words(lab, session, text, space=True):
     """The session with new tokens, one for each line of the text."""
+    check_text(text)
     words = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
     words = [" " + word.strip() if space else word for word in words]
     if not words:
@@ -317,9 +339,11 @@ def add_words(lab, session, text, space=True):
         raise ValueError(
             f"{have} + {len(words)} words are too many; up to {MAX_WORDS} can be added"
         )
-    for word in words:
-        if (size := len(word.encode("utf-8", "replace"))) > MAX_BYTES:
+    for i, word in enumerate(words):
+        if (size := len(word.encode())) > MAX_BYTES:
             raise ValueError(f"{word[:20]!r}… has {size} bytes; a word may have {MAX_BYTES}")
+        if word in words[:i]:
+            raise ValueError(f"{word!r} is there twice; add it once")
     checkpoint = current(lab, session)
     if checkpoint.tokenizer is None or checkpoint.facts["model"] != "mhf":
         raise ValueError("words can be added to a MultiHashFormer with a tokenizer of this project")
@@ -552,7 +576,8 @@ def view_probability(trace, temperature=1.0, top_k=0, top_p=1.0):
         "rows": rows,
         "H": (H := len(entries[0].get("log_p", ()))),
         "heads": _heads(H, trace["calibration"]),
-        "valid_mass": trace.get("valid_mass"),
+        "valid_mass": (valid := trace.get("valid_mass")),
+        "unassigned": None if valid is None else max(0.0, 1 - valid),
         "calibration": trace["calibration"],
         "kept": len(drawn),
         "rest": max(0.0, 1 - shown),
@@ -917,12 +942,12 @@ that the bucket's tokens hold</span></p>
 {% if forced %}<p class="notice whatif">What if: these numbers follow the forced buckets.</p>
 {% endif %}{% if valid_mass is not none %}<h3>Where the joint probability lies</h3>
 <div class="stack mass" role="img" aria-label="on signatures of real tokens
- {{ valid_mass|percent }}, on unassigned signatures {{ (1 - valid_mass)|percent }}">
+ {{ valid_mass|percent }}, on unassigned signatures {{ unassigned|percent }}">
 <div class="f0" style="width:{{ 100 * valid_mass }}%"></div>
-<div class="unassigned" style="width:{{ 100 * (1 - valid_mass) }}%"></div></div>
+<div class="unassigned" style="width:{{ 100 * unassigned }}%"></div></div>
 <p class="legend"><span><span class="key f0"></span> signatures of real tokens (valid mass):
 <b>{{ valid_mass|percent }}</b></span> <span><span class="key unassigned"></span> signatures that
-no token has: <b>{{ (1 - valid_mass)|percent }}</b></span></p>{% endif %}
+no token has: <b>{{ unassigned|percent }}</b></span></p>{% endif %}
 <h3>The same tokens in every column</h3>
 {% call table("Probabilities of the next token", heads) %}
 {% for r in rows %}<tr data-sum="{{ r.sum }}"><th scope="row"><button type="button"
@@ -1269,8 +1294,8 @@ def examples(checkpoint):
         ("new line", "**ROMEO**  \n", "blanks and line ends are tokens; see the signs"),
     ]
     if pair := checkpoint.facts.get("close_pair"):
-        one, two = (checkpoint.names[i] for i in pair)
-        if one and two and (text := (one + two).decode("utf-8", "ignore")):
+        text = b"".join(checkpoint.names[i] or b"" for i in pair).decode("utf-8", "ignore")
+        if checkpoint.tokenizer.encode(text) == pair:
             found.append(("two alike", text, "two tokens that share all ids but one"))
     if (taken := checkpoint.facts.get("rehash")) and taken["own"]:
         text = bytes(taken["token"]["bytes"]).decode("utf-8", "ignore")
@@ -1458,6 +1483,7 @@ def from_link(lab, session, query):
     """(session, [sliders, tab]) of a query string's {name: [values]}; what is wrong is left out."""
     link = Link(query)
     name = link.one_of("checkpoint", lab.paths(), session["checkpoint"])
+    name = link.attempt("checkpoint", lambda _: lab.get(name).name, session["checkpoint"])
     start, session = examples(lab.get(name))[0][1], session | {"checkpoint": name}
     prompt, words = link.get("prompt") or start, "\n".join(query.get("word") or [])
     session["prompt"] = prompt
@@ -1518,23 +1544,31 @@ def draw(lab, session, temperature, top_k, top_p, tab="signature"):
 
 def inspect_prompt(lab, prompt, position=-1, top_k=TOP, force=None, checkpoint=""):
     """What the JSON endpoint answers: mhf.explain's dict of a prompt, and its token ids."""
+    for name, value in (("prompt", prompt), ("checkpoint", checkpoint)):
+        if not isinstance(value, str):
+            raise ValueError(f"{name} must be text, not {brief(value)}")
     for name, value in (("position", position), ("top_k", top_k)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != int(value):
-            raise ValueError(f"{name} must be a whole number, not {value!r}")
+        if isinstance(value, str) or not is_whole(value):
+            raise ValueError(f"{name} must be a whole number, not {brief(value)}")
     if not 1 <= top_k <= 100:
-        raise ValueError(f"top_k must be from 1 to 100, not {top_k:g}")
-    if not isinstance(prompt, str):
-        raise ValueError(f"prompt must be text, not {prompt!r}")
-    try:
-        force = {int(j): int(bucket) for j, bucket in (force or {}).items()}
-    except (AttributeError, TypeError, ValueError):
-        raise ValueError(f"force must be {{function: bucket}}, not {force!r}") from None
+        raise ValueError(f"top_k must be from 1 to 100, not {brief(top_k)}")
+    pairs = list((force if isinstance(force, dict) else {"?": force} if force else {}).items())
+    if not all(is_whole(j) and is_whole(bucket) for j, bucket in pairs):
+        raise ValueError(f"force must be {{function: bucket}}, not {brief(force)}")
     found = lab.get(checkpoint or next(iter(lab.paths())))
     ids = lab.encode(found, [], prompt)
     if len(ids) > (window := found.facts["window"]):
         raise ValueError(f"the prompt has {len(ids)} tokens, the context only {window}")
+    force = {int(j): int(bucket) for j, bucket in pairs}
     trace = lab.trace(found, ids, int(position), force, int(top_k))
     return {k: v for k, v in trace.items() if k != "scores"} | {"ids": ids}
+
+
+def is_whole(value):
+    """Whether int(value) says the same; JSON has the functions of a dict as text."""
+    if isinstance(value, str):
+        return bool(re.fullmatch(r"-?\d{1,9}", value))
+    return type(value) is int or (type(value) is float and value.is_integer())
 
 
 DRAWN = [*list(TABS)[:6], "tokens", "link"]  # what every event draws anew
@@ -1782,7 +1816,7 @@ class Page:
         return draw(self.lab, session, *seen)
 
     def on_load(self, request: gr.Request, session, *seen):
-        query = urllib.parse.parse_qs(str(request.query_params), max_num_fields=100)
+        query = urllib.parse.parse_qs(str(request.query_params))
         session, values = from_link(self.lab, self.fresh, query)
         choices = [gr.Dropdown(choices=list(self.lab.paths()), value=session["checkpoint"])] * 2
         start = [session["prompt"], *choices, self.examples_html(session)]

@@ -1242,6 +1242,26 @@ def _generate(model, contexts, single, max_new_tokens, sampling, stop, seed, ret
 # ---------------------------------------------------------------------------------------------
 
 
+def check_explain(config, ids, position=-1, top_k=10, force=None):
+    """The ids as a list; ValueError if `explain` would not take its arguments."""
+    rows, _ = _prompt_rows(ids, config.vocab_size)
+    if len(rows) != 1:
+        raise ValueError(f"one sequence is explained at a time, not {len(rows)}")
+    if not -len(rows[0]) <= position < len(rows[0]):
+        raise ValueError(f"position {position} is outside the {len(rows[0])} tokens")
+    if not 1 <= top_k <= config.vocab_size:
+        raise ValueError(f"top_k must be from 1 to {config.vocab_size}, not {top_k}")
+    if force and config.model == "standard":
+        raise ValueError("force is for hash functions; the standard model has none")
+    H, B = config.num_hashes, config.num_buckets
+    for j, bucket in (force or {}).items():
+        if not (0 <= int(j) < H and 0 <= int(bucket) < B):
+            raise ValueError(
+                f"force {j}: {bucket} is outside functions 0 to {H - 1}, buckets 0 to {B - 1}"
+            )
+    return rows[0]
+
+
 @torch.no_grad()
 def _explain(model, ids, position, top_k, force, all_scores):
     """The dict of `explain`. Probabilities are natural, functions count from 0.
@@ -1261,15 +1281,7 @@ def _explain(model, ids, position, top_k, force, all_scores):
     scores         of all V tokens if asked for, None for unused ids
     Of the standard model there are only tokens, top_tokens, next and scores.
     """
-    config = model.config
-    rows, _ = _prompt_rows(ids, config.vocab_size)
-    if len(rows) != 1:
-        raise ValueError(f"one sequence is explained at a time, not {len(rows)}")
-    row = rows[0]
-    if not -len(row) <= position < len(row):
-        raise ValueError(f"position {position} is outside the {len(row)} tokens")
-    if not 1 <= top_k <= config.vocab_size:
-        raise ValueError(f"top_k must be from 1 to {config.vocab_size}, not {top_k}")
+    config, row = model.config, check_explain(model.config, ids, position, top_k, force)
     position, ids = position % len(row), torch.tensor([row], device=model.model.cos.device)
     h = model(ids)[0, position]  # (D,)
     result = {"schema": 2, "position": position, "calibration": config.calibration}
@@ -1279,8 +1291,6 @@ def _explain(model, ids, position, top_k, force, all_scores):
         log_buckets, scores = _explain_cascade(model, h, top_k, force, result)
         _explain_gate(model, ids, result["tokens"])
         result["signature"] = _explain_signature(model, row[position], scores, top_k)
-    elif force:
-        raise ValueError("force is for hash functions; the standard model has none")
     else:
         scores = model.token_scores(h.unsqueeze(0))[0]  # (V,)
     best = scores.topk(min(top_k, int(scores.isfinite().sum()))).indices.tolist()
@@ -1363,7 +1373,8 @@ def _explain_signature(model, token_id, scores, top_k):
     ]
     shared = (hash_map == hash_map[token_id]).sum(-1).masked_fill(~real, 0)  # (V,)
     shared[token_id] = 0
-    order = (shared + scores.softmax(-1) / 2).argsort(descending=True)[:top_k].tolist()
+    order = scores.argsort(descending=True)  # (V,)
+    order = order[shared[order].argsort(descending=True, stable=True)][:top_k].tolist()
     tries = None
     if not (table.locked or table.from_checkpoint or table.tokens[token_id] is None):
         tries = [
@@ -1392,13 +1403,7 @@ def _explain_signature(model, token_id, scores, top_k):
 
 def _explain_cascade(model, h, top_k, force, result):
     """Adds functions and valid_mass to the result; returns log p (H, B) and scores (V,)."""
-    H, B = model.config.num_hashes, model.config.num_buckets
-    force = {int(j): int(bucket) for j, bucket in force.items()}
-    for j, bucket in force.items():
-        if not (0 <= j < H and 0 <= bucket < B):
-            raise ValueError(
-                f"force {j}: {bucket} is outside functions 0 to {H - 1}, buckets 0 to {B - 1}"
-            )
+    B, force = model.config.num_buckets, {int(j): int(bucket) for j, bucket in force.items()}
     steps = list(model.hash_head.steps(h, model.table, force=force))
     log_buckets = torch.stack([o for o, _, _ in steps]).float().log_softmax(-1)  # (H, B)
     scores = model.sum_over_signatures(log_buckets.view(-1, 1))[0]  # (V,)
