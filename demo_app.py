@@ -2019,10 +2019,13 @@ def free_port(host, port):
     raise ValueError(f"{tried} on {host} cannot be used ({reason}); choose another with --port")
 
 
-def stay_home():
-    """Gradio calls itself at its start, which no proxy may answer; nothing else is to go out."""
+def stay_home(share):
+    """Gradio calls itself at its start, where no proxy may come between; else nothing goes out."""
+    around = ",".join(filter(None, [os.environ.get("NO_PROXY"), *LOOPBACK]))
     for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
-        del os.environ[name]
+        if not share:
+            del os.environ[name]
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = around
 
 
 def serve(args):
@@ -2035,10 +2038,7 @@ def serve(args):
     host = f"[{args.host}]" if ":" in args.host else args.host
     port = free_port(args.host, args.port)
     page = Page(Lab(args.checkpoint, args.out), classroom, why)
-    if args.share:
-        os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(LOOPBACK)
-    else:
-        stay_home()
+    stay_home(args.share)
     theme = gr.themes.Default(primary_hue="blue").set(**THEME)
     try:
         app, _, _ = page.demo.queue(max_size=128, default_concurrency_limit=1).launch(
