@@ -114,6 +114,16 @@ def not_shipped():
         yield
 
 
+@pytest.fixture(scope="module", autouse=True)
+def projections():
+    """The random matrices of locality-sensitive functions are kept for more than one model."""
+    with pytest.MonkeyPatch.context() as patch:
+        kept = functools.lru_cache(maxsize=4)(mhf._lsh_projections.__wrapped__)
+        kept.cache_clear = lambda: None
+        patch.setattr(mhf, "_lsh_projections", kept)
+        yield
+
+
 @pytest.fixture(scope="module")
 def lab(runs):
     """Checkpoints of every kind, shared: whoever changes a model takes `own_lab`."""
