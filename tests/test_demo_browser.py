@@ -189,9 +189,9 @@ def browser():
         browser.close()
 
 
-@pytest.fixture
-def visit(browser, server):
-    """Opens the demo in a new context, at rest after its first answer; then checks its manners."""
+@contextmanager
+def visits(browser, server):
+    """Opens the demo in new contexts, at rest after its first answer; then checks its manners."""
     contexts, errors, requests = [], [], []
 
     def visit(query=(), **options):
@@ -221,6 +221,12 @@ def visit(browser, server):
     away = [url for url in requests if not url.startswith((server.address + "/", "data:", "blob:"))]
     assert requests and not away
     assert not errors
+
+
+@pytest.fixture
+def visit(browser, server):
+    with visits(browser, server) as visit:
+        yield visit
 
 
 @contextmanager
@@ -370,6 +376,19 @@ def romeo(library):
         )
 
 
+@pytest.fixture(scope="module")
+def shown(browser, server, romeo):
+    """A page at that position, for the tests that only read: it opens a tab and is the page."""
+    with visits(browser, server) as visit:
+        page = visit(romeo.query)
+
+        def shown(tab):
+            open_tab(page, tab)
+            return page
+
+        yield shown
+
+
 # ---------------------------------------------------------------------------------------------
 # Manners: access, phones, motion
 # ---------------------------------------------------------------------------------------------
@@ -516,17 +535,17 @@ def test_the_keyboard_is_enough_to_choose_a_token(visit):
     assert position(page) == ["4"]
 
 
-def test_the_tokens_are_the_tokenizers(visit, romeo):
+def test_the_tokens_are_the_tokenizers(shown, romeo):
     """Their numbers, and texts that give the prompt when they are put together."""
-    page = visit(romeo.query)
+    page = shown("Signature")
     tokens = page.locator("#tokens .tokens")
     assert list(map(int, tokens.locator("small").all_text_contents())) == romeo.ids
     assert glyphs(tokens) == signs(ROMEO)
 
 
-def test_the_signatures_numbers_are_the_tables(visit, romeo):
+def test_the_signatures_numbers_are_the_tables(shown, romeo):
     """Ids, tokens in each bucket, ids in common, and the loads of all buckets."""
-    page, hash_map, B = visit(romeo.query), romeo.hash_map, romeo.log_p.shape[1]
+    page, hash_map, B = shown("Signature"), romeo.hash_map, romeo.log_p.shape[1]
     shows(page.locator("#signature .cells").first.evaluate(
         "x => [...x.querySelectorAll('.cell')].map(c => c.lastChild.textContent).join(' ')"
     ), *romeo.signature)  # fmt: skip
@@ -546,9 +565,9 @@ def test_the_signatures_numbers_are_the_tables(visit, romeo):
         shows(row[1], (loads == n).sum().item() / len(loads))
 
 
-def test_the_gates_numbers_are_the_models(visit, romeo):
+def test_the_gates_numbers_are_the_models(shown, romeo):
     """Norms, scores and weights of the token's rows, the weights of all tokens, and the bars."""
-    page = visit(romeo.query | {"tab": "gate"})
+    page = shown("Gate")
     for j, row in enumerate(cells(page, "gate")):
         shows(row[0], romeo.signature[j])
         for text, values in zip(row[1:], (romeo.row_norms, romeo.gate_scores, romeo.gate)):
@@ -565,9 +584,9 @@ def test_the_gates_numbers_are_the_models(visit, romeo):
     assert float(page.locator("#gate .check b").inner_text()) < 1e-5
 
 
-def test_the_cascades_numbers_are_the_models(visit, romeo):
+def test_the_cascades_numbers_are_the_models(shown, romeo):
     """Entropies, the most probable buckets, the mass of their tokens, candidates, and norms."""
-    page, hash_map = visit(romeo.query | {"tab": "cascade"}), romeo.hash_map
+    page, hash_map = shown("Cascade"), romeo.hash_map
     compatible = romeo.scores.isfinite()
     panels = page.locator("#cascade .panel")
     assert panels.count() == len(romeo.log_p)
@@ -589,9 +608,9 @@ def test_the_cascades_numbers_are_the_models(visit, romeo):
             shows(text[2], romeo.soft[j].norm().item())
 
 
-def test_the_probabilities_are_the_models(visit, romeo):
+def test_the_probabilities_are_the_models(shown, romeo):
     """Each row's ids, log p of each function, sum, joint, paper's and calibrated probability."""
-    page, hash_map = visit(romeo.query | {"tab": "probability"}), romeo.hash_map
+    page, hash_map = shown("Probability"), romeo.hash_map
     follows = romeo.ids[romeo.at + 1]
     best = romeo.scores.topk(10).indices.tolist()
     rows = cells(page, "probability")
@@ -609,21 +628,21 @@ def test_the_probabilities_are_the_models(visit, romeo):
     shows(mass[1], 1 - romeo.mass)
 
 
-def test_pointing_at_a_row_shows_its_arithmetic(visit, romeo):
+def test_pointing_at_a_row_shows_its_arithmetic(shown, romeo):
     """Terms that add up to the sum, whose exponential over the valid mass is the probability.
 
     Tolerances: three decimals of the logs, three digits of the rest.
     """
-    page, line = visit(romeo.query | {"tab": "probability"}), "#probability .arithmetic"
+    page, line = shown("Probability"), "#probability .arithmetic"
     i = romeo.scores.topk(10).indices[3].item()
     page.locator("#probability tbody tr").nth(3).hover()
     logs = [romeo.log_p[j, b].item() for j, b in enumerate(romeo.hash_map[i])]
     text = page.locator(line).inner_text().replace("−", "-")
-    shown = list(map(float, re.findall(r"[-+]?\d+\.?\d*(?:e-\d+)?", text)))
-    assert shown[:4] == pytest.approx(logs, abs=6e-4)
-    assert shown[4] == pytest.approx(sum(shown[:4]), abs=3e-3)
-    assert shown[5] == pytest.approx(math.exp(shown[4]), rel=2e-2)
-    assert shown[5] / shown[6] == pytest.approx(romeo.paper[i].item(), rel=2e-2)
+    found = list(map(float, re.findall(r"[-+]?\d+\.?\d*(?:e-\d+)?", text)))
+    assert found[:4] == pytest.approx(logs, abs=6e-4)
+    assert found[4] == pytest.approx(sum(found[:4]), abs=3e-3)
+    assert found[5] == pytest.approx(math.exp(found[4]), rel=2e-2)
+    assert found[5] / found[6] == pytest.approx(romeo.paper[i].item(), rel=2e-2)
 
 
 # ---------------------------------------------------------------------------------------------
