@@ -2037,8 +2037,9 @@ def serve(args):
     )
     host = f"[{args.host}]" if ":" in args.host else args.host
     port = free_port(args.host, args.port)
-    page = Page(Lab(args.checkpoint, args.out), classroom, why)
+    lab = Lab(args.checkpoint, args.out)  # which may be fetched
     stay_home(args.share)
+    page = Page(lab, classroom, why)
     theme = gr.themes.Default(primary_hue="blue").set(**THEME)
     try:
         app, _, _ = page.demo.queue(max_size=128, default_concurrency_limit=1).launch(
