@@ -49,6 +49,7 @@ ROMEO = "**ROMEO**  \nBut, soft! what light through yonder"
 PHONE = {"viewport": {"width": 390, "height": 844}}
 SECONDS = 20  # that a page may take; a wait, not a claim
 expect.set_options(timeout=1000 * SECONDS)
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy
 
 # Counts every run of the backbone in calls.txt, and sleeps before it as long as slow.txt says.
 LAUNCHER = """
@@ -287,10 +288,10 @@ def shows(text, *values):
 
     1e-5 is what float32 needs between two processes, with room.
     """
-    found = re.findall(r"[-+−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?: %)?", text)
+    found = re.findall(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?: %)?", text.replace("−", "-"))
     assert len(found) == len(values), text
     for shown, value in zip(found, values):
-        number = shown.replace(",", "").replace("−", "-").removesuffix(" %")
+        number = shown.replace(",", "").removesuffix(" %")
         mantissa, _, power = number.partition("e")
         scale = 0.01 if shown.endswith("%") else 1
         unit = scale * 10 ** (int(power or 0) - len(mantissa.partition(".")[2]))
@@ -326,14 +327,18 @@ def slider(page, name):
     return page.get_by_label(re.compile(f"range slider for {name}")).locator("visible=true")
 
 
-def inspect(server, prompt, position=-1, force=None):
-    """What the public endpoint says."""
+def ask(server, prompt, position=-1, force=None):
+    """Puts a request to the public endpoint into the queue: where its answer will be."""
     url = server.address + "/gradio_api/call/inspect"
     body = json.dumps({"data": [prompt, position, 10, force, ""]}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-        event = json.load(answer)["event_id"]
-    with urllib.request.urlopen(f"{url}/{event}", timeout=SECONDS) as answer:
+    with DIRECT.open(request, timeout=SECONDS) as answer:
+        return f"{url}/{json.load(answer)['event_id']}"
+
+
+def inspect(server, *what):
+    """What the public endpoint says."""
+    with DIRECT.open(ask(server, *what), timeout=SECONDS) as answer:
         return json.loads(re.search("event: complete\ndata: (.*)", answer.read().decode())[1])[0]
 
 
@@ -613,8 +618,8 @@ def test_pointing_at_a_row_shows_its_arithmetic(visit, romeo):
     i = romeo.scores.topk(10).indices[3].item()
     page.locator("#probability tbody tr").nth(3).hover()
     logs = [romeo.log_p[j, b].item() for j, b in enumerate(romeo.hash_map[i])]
-    text = page.locator(line).inner_text()
-    shown = [float(x.replace("−", "-")) for x in re.findall(r"[-+−]?\d+\.?\d*(?:e-\d+)?", text)]
+    text = page.locator(line).inner_text().replace("−", "-")
+    shown = list(map(float, re.findall(r"[-+]?\d+\.?\d*(?:e-\d+)?", text)))
     assert shown[:4] == pytest.approx(logs, abs=6e-4)
     assert shown[4] == pytest.approx(sum(shown[:4]), abs=3e-3)
     assert shown[5] == pytest.approx(math.exp(shown[4]), rel=2e-2)
@@ -1129,12 +1134,8 @@ def test_those_who_wait_see_their_place(visit, server):
     """While others' requests run, the page says how many are before it."""
     page = visit({"prompt": ROMEO})
     server.slow("0.5")
-    body = json.dumps({"data": [ROMEO, -1, 10, None, ""]}).encode()
     for _ in range(5):
-        request = urllib.request.Request(
-            f"{server.address}/gradio_api/call/inspect", body, {"Content-Type": "application/json"}
-        )
-        urllib.request.urlopen(request, timeout=SECONDS).close()
+        ask(server, ROMEO)
     with answered(page):
         page.locator("#look").click()
         expect(page.get_by_text(re.compile(r"queue: \d+/\d+")).first).to_be_visible()
