@@ -14,6 +14,7 @@ import csv
 import functools
 import inspect
 import io
+import itertools
 import json
 import math
 import os
@@ -31,13 +32,19 @@ import urllib.parse
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")  # both before gradio is imported
+# Before gradio is imported: it sends nothing, and its files are not in another user's /tmp/gradio.
+os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+if "GRADIO_TEMP_DIR" not in os.environ:
+    os.environ["GRADIO_TEMP_DIR"] = tempfile.mkdtemp(prefix="mhf-demo-")
+    atexit.register(shutil.rmtree, os.environ["GRADIO_TEMP_DIR"], ignore_errors=True)
 
 import gradio as gr
 import jinja2
 import numpy as np
 import torch
+from starlette.responses import Response
+from starlette.routing import Route
 
 import mhf
 from sample import visible
@@ -1339,8 +1346,12 @@ class Classroom:
         with self.lock:
             if self.busy():
                 raise ValueError("a training is running already; stop it first")
-            stamp = time.strftime("%m%d-%H%M%S")
-            self.runs = {kind: f"class-{stamp}-{kind}" for kind in ("mhf", "standard")}
+            stamp = name = time.strftime("class-%m%d-%H%M%S")
+            for again in itertools.count(2):
+                if not list(self.out.glob(f"{name}-*")):
+                    break
+                name = f"{stamp}-{again}"
+            self.runs = {kind: f"{name}-{kind}" for kind in ("mhf", "standard")}
             for kind, name in self.runs.items():
                 given = {"steps": int(steps), "model": kind, "out": self.out, "name": name}
                 flags = [(f"--{key}", str(value)) for key, value in (CLASS_FLAGS | given).items()]
@@ -1387,7 +1398,8 @@ class Classroom:
         try:
             sizes = json.loads((run / "run.json").read_text(encoding="utf-8"))["parameters"]
             found["parameters"] = f"{sizes['total']:,} ({sizes['table']:,})"
-            rows = list(csv.DictReader(io.StringIO((run / "log.csv").read_text(encoding="utf-8"))))
+            log = (run / "log.csv").read_text(encoding="utf-8")
+            rows = list(csv.DictReader(io.StringIO(log[: log.rfind("\n") + 1])))  # whole lines
             parts = (run / "samples.txt").read_text(encoding="utf-8").split("--- step ")
         except (OSError, ValueError, KeyError):
             rows, parts = [], [""]
@@ -1984,6 +1996,8 @@ def parse_arguments(argv):
     parser.add_argument("--share", action="store_true", help="a public link, by Gradio's servers")
     parser.add_argument("--selftest", action="store_true", help="answer one request, then end")
     args = parser.parse_args(argv)
+    if not args.host.strip():
+        parser.error("--host is empty; 127.0.0.1 is this machine alone")
     if args.port is not None and not 0 < args.port < 65536:
         parser.error(f"--port must be from 1 to 65535, not {args.port}")
     return args
@@ -2005,38 +2019,53 @@ def free_port(host, port):
     raise ValueError(f"{tried} on {host} cannot be used ({reason}); choose another with --port")
 
 
+def stay_home(share):
+    """Gradio calls itself at its start, where no proxy may come between; else nothing goes out."""
+    around = ",".join(filter(None, [os.environ.get("NO_PROXY"), *LOOPBACK]))
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        if not share:
+            del os.environ[name]
+    os.environ["NO_PROXY"] = os.environ["no_proxy"] = around
+
+
 def serve(args):
     """The running page: (Page, address). Nothing is sent off this machine but by --share."""
-    around = ",".join(filter(None, [os.environ.get("NO_PROXY"), *LOOPBACK]))
-    os.environ["NO_PROXY"] = os.environ["no_proxy"] = around  # Gradio calls itself at its start
-    private = tempfile.mkdtemp(prefix="mhf-demo-")  # not /tmp/gradio, which may be another user's
-    os.environ["GRADIO_TEMP_DIR"] = private
-    atexit.register(shutil.rmtree, private, ignore_errors=True)
     local = args.host in LOOPBACK and not args.share
     classroom = Classroom(args.out) if local else None
     why = (
-        "Training is only offered where the page is bound to this machine alone (--host 127.0.0.1)."
+        "Training is only offered where the page is bound to this machine alone: --host 127.0.0.1."
     )
+    host = f"[{args.host}]" if ":" in args.host else args.host
     port = free_port(args.host, args.port)
-    page = Page(Lab(args.checkpoint, args.out), classroom, why)
+    lab = Lab(args.checkpoint, args.out)  # which may be fetched
+    stay_home(args.share)
+    page = Page(lab, classroom, why)
     theme = gr.themes.Default(primary_hue="blue").set(**THEME)
-    page.demo.queue(max_size=128, default_concurrency_limit=1).launch(
-        server_name=args.host, server_port=port, share=args.share, theme=theme, css=CSS,
-        run_history=False, enable_monitoring=False, footer_links=["api", "settings"],
-        max_file_size="1mb", ssr_mode=False, pwa=False, show_error=False, quiet=True,
-        prevent_thread_lock=True,
-    )  # fmt: skip
-    return page, f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{port}"
+    try:
+        app, _, _ = page.demo.queue(max_size=128, default_concurrency_limit=1).launch(
+            server_name=host, server_port=port, share=args.share, theme=theme, css=CSS,
+            run_history=False, enable_monitoring=False, footer_links=["api", "settings"],
+            max_file_size="1mb", ssr_mode=False, pwa=False, show_error=False, quiet=True,
+            prevent_thread_lock=True,
+        )  # fmt: skip
+    except OSError as error:  # taken in between
+        raise ValueError(f"port {port} on {args.host} cannot be used: {error}") from None
+    closed = Route(
+        "/gradio_api/upload", lambda request: Response(status_code=403), methods=["POST"]
+    )
+    app.router.routes.insert(0, closed)  # the page takes no files; Gradio would store them
+    return page, f"http://{host}:{port}"
 
 
-def selftest(address):
+def selftest(page, address):
     """One request through the JSON endpoint, as a notebook makes it."""
     from gradio_client import Client
 
-    trace = Client(address, verbose=False).predict("O Romeo", api_name="/inspect")
+    _, prompt, _ = examples(page.lab.get(page.default))[0]
+    trace = Client(address, verbose=False).predict(prompt, api_name="/inspect")
     token = trace["top_tokens"][0]
     best = f"{glyph(token)}, {percent(math.exp(token['log_prob']))}"
-    print(f"selftest: after 'O Romeo' most probably {best}")
+    print(f"selftest: after {prompt!r} most probably {best}")
 
 
 def end(*_):
@@ -2057,7 +2086,7 @@ def main(argv=None):
     print(f"{page.default} at {address}", page.demo.share_url or "", "(Ctrl-C ends it)", flush=True)
     try:
         if args.selftest:
-            selftest(address)
+            selftest(page, address)
         else:
             page.demo.block_thread()
     except KeyboardInterrupt:
