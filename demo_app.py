@@ -1292,10 +1292,10 @@ def examples(checkpoint):
     if checkpoint.tokenizer is None:
         return [("token ids", "1 2 3", "this checkpoint has no tokenizer of this project")]
     found = [
-        ("Juliet", TOUR[0][2], "a line that the model has read: watch how sure it is"),
-        ("Romeo", "**ROMEO**  \nBut, soft! what light through yonder", "another, less sure"),
-        ("Hamlet", TOUR[5][2], "after a name and two spaces the play goes on"),
-        ("modern", "The computer is", "words that Shakespeare did not have fall into pieces"),
+        ("Juliet", TOUR[0][2], "a famous line: how sure is the model of its next word?"),
+        ("Romeo", "**ROMEO**  \nBut, soft! what light through yonder", "another, less plain"),
+        ("Hamlet", TOUR[5][2], "the last word of a line: see function after function decide"),
+        ("modern", "The computer is", "a word that Shakespeare did not have"),
         ("emoji", "O 😀", "bytes are tokens, too: nothing is unknown"),
         ("right to left", "سلام", "Arabic, byte by byte, drawn in its own direction"),
         ("new line", "**ROMEO**  \n", "blanks and line ends are tokens; see the signs"),
