@@ -51,11 +51,19 @@ def tokenizer():
     return mhf.Tokenizer.train(CORPUS, 340)
 
 
-def make(run, step="step-1", words=True, standard=False, unused=0, seed=0, **fields):
+@functools.cache
+def other_tokenizer():
+    """Of the same words, among others, at other ids."""
+    return mhf.Tokenizer.train("zebra yak " * 99 + TEXT, 300)
+
+
+def make(
+    run, step="step-1", words=tokenizer, standard=False, unused=0, seed=0, keep_words=True, **fields
+):
     """A run folder with a tiny checkpoint of random weights, large enough for no flat softmax."""
     fields = dict(num_hashes=3, num_buckets=64, calibration=1.25) | fields
     config = mhf.Config(
-        vocab_size=len(tokenizer()) + unused,
+        vocab_size=len(words()) + unused,
         hidden_size=16,
         num_hidden_layers=1,
         num_attention_heads=2,
@@ -64,7 +72,7 @@ def make(run, step="step-1", words=True, standard=False, unused=0, seed=0, **fie
         bottle_neck_dim=4,
         max_position_embeddings=WINDOW,
         initializer_range=0.3,
-        pad_token_id=tokenizer().eot,
+        pad_token_id=words().eot,
         **fields,
     )
     torch.manual_seed(seed)
@@ -73,11 +81,11 @@ def make(run, step="step-1", words=True, standard=False, unused=0, seed=0, **fie
     else:
         shape = config.num_hashes, config.num_buckets, config.num_lsh
         table = mhf.SignatureTable(*shape, allow_collisions=config.shares_signatures)
-        table.extend(tokenizer().all_bytes() + [None] * unused, pad_id=tokenizer().eot)
+        table.extend(words().all_bytes() + [None] * unused, pad_id=words().eot)
         model = mhf.MultiHashFormer(config, table)
     model.save_pretrained(run / step)
-    if words:
-        tokenizer().save(run / step)
+    if keep_words:
+        words().save(run / step)
     (run / "last").write_text(step + "\n", encoding="utf-8")
     return run
 
@@ -90,7 +98,7 @@ KINDS = {  # the first is the one that most tests use
     "single": {"num_hashes": 1},
     "lsh": {"num_hashes": 2, "num_lsh": 2},
     "half-lsh": {"num_lsh": 1},
-    "untokenized": {"words": False},
+    "untokenized": {"keep_words": False},
     "standard": {"standard": True},
 }
 HASHED = [kind for kind in KINDS if kind != "standard"]
@@ -362,15 +370,17 @@ def test_a_real_signature_leaves_one_token(lab):
 
 def test_cascade_targets_and_forces(lab):
     """The bar of the next token's bucket has the mark, that of a forced bucket is pressed."""
-    session = opened(lab, position=1, force={"0": 5})
+    bucket = opened(lab, position=1)["trace"]["functions"][0]["top"][2]["bucket"]
+    session = opened(lab, position=1, force={"0": bucket})
     model, ids = of_model(lab, session)
     view, target = demo_app.view_cascade(session["trace"]), model.model.hash_map[ids[0, 2]].tolist()
+    assert sum(bar["forced"] for panel in view["panels"] for bar in panel["bars"]) == 1
     page = Reader(show("cascade", view))
     for j, panel in enumerate(view["panels"]):
         assert panel["target"] == target[j]
         for bar in panel["bars"]:
             assert bar["target"] == (bar["bucket"] == target[j])
-            assert bar["forced"] == (j == 0 and bar["bucket"] == 5)
+            assert bar["forced"] == (j == 0 and bar["bucket"] == bucket)
             at = dict(data_function=str(j), data_bucket=str(bar["bucket"]))
             (button,) = page.all("button", **at)
             assert button.at["aria-pressed"] == str(bar["forced"]).lower()
@@ -585,6 +595,28 @@ def test_compare(lab, pair):
         assert row["rank_b"] == 1 + int((p_b > p_b[i]).sum())
         assert row["up"] == row["rank_a"] - row["rank_b"]
     assert shown == {*p_a.topk(10).indices.tolist(), *p_b.topk(10).indices.tolist()}
+
+
+def test_compare_other_vocabularies(lab, tmp_path):
+    """Where the same tokens have other ids, both columns are still of the same bytes."""
+    other = Lab(None, make(tmp_path / "foreign", words=other_tokenizer).parent)
+    one, two = opened(lab, "the one"), opened(other, "the one", kind="foreign")
+    (a, x), (b, y) = of_model(lab, one), of_model(other, two)
+    names = lab.get("mhf").names, other.get("foreign").names
+    view = demo_app.view_compare(one["trace"], two["trace"], *names, "A", "B")
+    log_p = a.log_probs(x)[0, -1].exp(), b.log_probs(y)[0, -1].exp()
+    both = {
+        raw: (log_p[0][i], log_p[1][names[1].index(raw)])
+        for i, raw in enumerate(names[0])
+        if raw in names[1]
+    }
+    assert len(both) > 256 and any(names[0].index(raw) != names[1].index(raw) for raw in both)
+    expected = sorted((p.item(), q.item()) for p, q in both.values())
+    found = sorted((r["p_a"], r["p_b"]) for r in view["rows"] if None not in (r["p_a"], r["p_b"]))
+    assert len(found) > 3
+    for p, q in found:
+        near = [e for e in expected if math.isclose(e[0], p, rel_tol=1e-4)]
+        assert any(math.isclose(e[1], q, rel_tol=1e-4) for e in near)
 
 
 def test_compare_with_tokens_that_only_one_has(lab):
