@@ -812,14 +812,14 @@ MACROS = """
 {%- endmacro %}
 {% macro s(n) %}{{ "s" if n != 1 }}{% endmacro %}
 {% macro lines(c) %}
-<svg viewBox="0 0 600 260" role="img"
+<svg viewBox="0 0 600 275" role="img"
  aria-label="{{ c.y_label }} against {{ c.x_label }}. {{ c.told }}">
 {% for x, text in c.x_ticks %}<line x1="{{ x }}" x2="{{ x }}" y1="15" y2="230" class="grid"/>
 <text x="{{ x }}" y="245" text-anchor="middle">{{ text }}</text>{% endfor %}
 {% for y, text in c.y_ticks %}<line x1="60" x2="590" y1="{{ y }}" y2="{{ y }}" class="grid"/>
 <text x="55" y="{{ y + 4 }}" text-anchor="end">{{ text }}</text>{% endfor %}
 {% for l in c.lines %}<polyline points="{{ l.points }}" class="line s{{ loop.index0 }}"/>
-{% endfor %}<text x="325" y="258" text-anchor="middle">{{ c.x_label }}</text></svg>
+{% endfor %}<text x="325" y="271" text-anchor="middle">{{ c.x_label }}</text></svg>
 <p class="legend">{{ c.y_label }}: {% for l in c.lines %}<span>
 <svg viewBox="0 0 30 8" aria-hidden="true"><polyline points="0,4 30,4"
  class="line s{{ loop.index0 }}"/></svg> {{ l.name }}</span> {% endfor %}</p>
@@ -929,7 +929,7 @@ that the bucket's tokens hold</span></p>
 <div role="group" aria-label="Buckets of function {{ j + 1 }}">
 {% for b in p.bars %}<button type="button" class="bucket{{ ' forced' if b.forced }}"
  data-function="{{ j }}" data-bucket="{{ b.bucket }}" aria-pressed="{{ b.forced|lower }}">
-<span class="top"><b>{{ b.bucket }}</b>{{ " ◆" if b.target }} <span>{{ b.prob|percent }}</span>
+<span class="top"><b>{{ b.bucket }}{{ " ◆" if b.target }}</b> <span>{{ b.prob|percent }}</span>
 <small>{{ b.mass|percent }}</small></span>
 {{ bar("f%d"|format(j % 8), b.wide) }}{{ bar("hatched", b.mass_wide) }}
 <span class="members">{{ chips(b.chips, b.more) }}
@@ -1126,7 +1126,7 @@ CSS = """
 .mhf .bucket { display: block; width: 100%; text-align: left; border: 1px solid transparent;
   border-radius: 5px; padding: .2rem .3rem; cursor: pointer; color: var(--text);
   background: var(--plain); }
-.mhf .bucket .top { display: flex; justify-content: space-between; gap: .5em;
+.mhf .bucket .top { display: grid; grid-template-columns: 1fr auto 4.5em; gap: .5em;
   font-variant-numeric: tabular-nums; }
 .mhf .bucket .members { font-size: .9em; font-weight: normal; }
 .mhf .bucket.forced, .mhf .whatif button { border: 2px solid var(--c1); }
@@ -1292,10 +1292,10 @@ def examples(checkpoint):
     if checkpoint.tokenizer is None:
         return [("token ids", "1 2 3", "this checkpoint has no tokenizer of this project")]
     found = [
-        ("Juliet", TOUR[0][2], "a line that the model has read: watch how sure it is"),
-        ("Romeo", "**ROMEO**  \nBut, soft! what light through yonder", "another, less sure"),
-        ("Hamlet", TOUR[5][2], "after a name and two spaces the play goes on"),
-        ("modern", "The computer is", "words that Shakespeare did not have fall into pieces"),
+        ("Juliet", TOUR[0][2], "a famous line: how sure is the model of its next word?"),
+        ("Romeo", "**ROMEO**  \nBut, soft! what light through yonder", "another, less plain"),
+        ("Hamlet", TOUR[5][2], "the last word of a line: see function after function decide"),
+        ("modern", "The computer is", "a word that Shakespeare did not have"),
         ("emoji", "O 😀", "bytes are tokens, too: nothing is unknown"),
         ("right to left", "سلام", "Arabic, byte by byte, drawn in its own direction"),
         ("new line", "**ROMEO**  \n", "blanks and line ends are tokens; see the signs"),
@@ -1927,10 +1927,9 @@ class Page:
         if prompt:
             other = lab.encode(two, session["words"] if two is one else [], prompt)
         a, b = lab.trace(one, ids), lab.trace(two, other[-two.facts["window"] :])
-        labels = [
-            f"{where.name}, after {''.join(glyph(t) for t in trace['tokens'])[-60:]}"
-            for where, trace in ((one, a), (two, b))
-        ]
+        texts = ["".join(glyph(t) for t in trace["tokens"]) for trace in (a, b)]
+        short = [text if len(text) < 60 else "…" + text[-60:] for text in texts]
+        labels = [f"{where.name}, after {text}" for where, text in zip((one, two), short)]
         return show("compare", view_compare(a, b, one.names, two.names, *labels))
 
     def on_export(self, session):
@@ -2037,8 +2036,9 @@ def serve(args):
     )
     host = f"[{args.host}]" if ":" in args.host else args.host
     port = free_port(args.host, args.port)
-    page = Page(Lab(args.checkpoint, args.out), classroom, why)
+    lab = Lab(args.checkpoint, args.out)  # which may be fetched
     stay_home(args.share)
+    page = Page(lab, classroom, why)
     theme = gr.themes.Default(primary_hue="blue").set(**THEME)
     try:
         app, _, _ = page.demo.queue(max_size=128, default_concurrency_limit=1).launch(

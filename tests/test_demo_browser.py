@@ -49,6 +49,7 @@ ROMEO = "**ROMEO**  \nBut, soft! what light through yonder"
 PHONE = {"viewport": {"width": 390, "height": 844}}
 SECONDS = 20  # that a page may take; a wait, not a claim
 expect.set_options(timeout=1000 * SECONDS)
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy
 
 # Counts every run of the backbone in calls.txt, and sleeps before it as long as slow.txt says.
 LAUNCHER = """
@@ -188,9 +189,9 @@ def browser():
         browser.close()
 
 
-@pytest.fixture
-def visit(browser, server):
-    """Opens the demo in a new context, at rest after its first answer; then checks its manners."""
+@contextmanager
+def visits(browser, server):
+    """Opens the demo in new contexts, at rest after its first answer; then checks its manners."""
     contexts, errors, requests = [], [], []
 
     def visit(query=(), **options):
@@ -220,6 +221,12 @@ def visit(browser, server):
     away = [url for url in requests if not url.startswith((server.address + "/", "data:", "blob:"))]
     assert requests and not away
     assert not errors
+
+
+@pytest.fixture
+def visit(browser, server):
+    with visits(browser, server) as visit:
+        yield visit
 
 
 @contextmanager
@@ -287,10 +294,10 @@ def shows(text, *values):
 
     1e-5 is what float32 needs between two processes, with room.
     """
-    found = re.findall(r"[-+−]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?: %)?", text)
+    found = re.findall(r"[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?: %)?", text.replace("−", "-"))
     assert len(found) == len(values), text
     for shown, value in zip(found, values):
-        number = shown.replace(",", "").replace("−", "-").removesuffix(" %")
+        number = shown.replace(",", "").removesuffix(" %")
         mantissa, _, power = number.partition("e")
         scale = 0.01 if shown.endswith("%") else 1
         unit = scale * 10 ** (int(power or 0) - len(mantissa.partition(".")[2]))
@@ -326,14 +333,18 @@ def slider(page, name):
     return page.get_by_label(re.compile(f"range slider for {name}")).locator("visible=true")
 
 
-def inspect(server, prompt, position=-1, force=None):
-    """What the public endpoint says."""
+def ask(server, prompt, position=-1, force=None):
+    """Puts a request to the public endpoint into the queue: where its answer will be."""
     url = server.address + "/gradio_api/call/inspect"
     body = json.dumps({"data": [prompt, position, 10, force, ""]}).encode()
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=SECONDS) as answer:
-        event = json.load(answer)["event_id"]
-    with urllib.request.urlopen(f"{url}/{event}", timeout=SECONDS) as answer:
+    with DIRECT.open(request, timeout=SECONDS) as answer:
+        return f"{url}/{json.load(answer)['event_id']}"
+
+
+def inspect(server, *what):
+    """What the public endpoint says."""
+    with DIRECT.open(ask(server, *what), timeout=SECONDS) as answer:
         return json.loads(re.search("event: complete\ndata: (.*)", answer.read().decode())[1])[0]
 
 
@@ -363,6 +374,19 @@ def romeo(library):
             mass=model.mass_on_tokens(scores).item(),
             calibration=model.config.calibration,
         )
+
+
+@pytest.fixture(scope="module")
+def shown(browser, server, romeo):
+    """A page at that position, for the tests that only read: it opens a tab and is the page."""
+    with visits(browser, server) as visit:
+        page = visit(romeo.query)
+
+        def shown(tab):
+            open_tab(page, tab)
+            return page
+
+        yield shown
 
 
 # ---------------------------------------------------------------------------------------------
@@ -511,17 +535,17 @@ def test_the_keyboard_is_enough_to_choose_a_token(visit):
     assert position(page) == ["4"]
 
 
-def test_the_tokens_are_the_tokenizers(visit, romeo):
+def test_the_tokens_are_the_tokenizers(shown, romeo):
     """Their numbers, and texts that give the prompt when they are put together."""
-    page = visit(romeo.query)
+    page = shown("Signature")
     tokens = page.locator("#tokens .tokens")
     assert list(map(int, tokens.locator("small").all_text_contents())) == romeo.ids
     assert glyphs(tokens) == signs(ROMEO)
 
 
-def test_the_signatures_numbers_are_the_tables(visit, romeo):
+def test_the_signatures_numbers_are_the_tables(shown, romeo):
     """Ids, tokens in each bucket, ids in common, and the loads of all buckets."""
-    page, hash_map, B = visit(romeo.query), romeo.hash_map, romeo.log_p.shape[1]
+    page, hash_map, B = shown("Signature"), romeo.hash_map, romeo.log_p.shape[1]
     shows(page.locator("#signature .cells").first.evaluate(
         "x => [...x.querySelectorAll('.cell')].map(c => c.lastChild.textContent).join(' ')"
     ), *romeo.signature)  # fmt: skip
@@ -541,9 +565,9 @@ def test_the_signatures_numbers_are_the_tables(visit, romeo):
         shows(row[1], (loads == n).sum().item() / len(loads))
 
 
-def test_the_gates_numbers_are_the_models(visit, romeo):
+def test_the_gates_numbers_are_the_models(shown, romeo):
     """Norms, scores and weights of the token's rows, the weights of all tokens, and the bars."""
-    page = visit(romeo.query | {"tab": "gate"})
+    page = shown("Gate")
     for j, row in enumerate(cells(page, "gate")):
         shows(row[0], romeo.signature[j])
         for text, values in zip(row[1:], (romeo.row_norms, romeo.gate_scores, romeo.gate)):
@@ -560,9 +584,9 @@ def test_the_gates_numbers_are_the_models(visit, romeo):
     assert float(page.locator("#gate .check b").inner_text()) < 1e-5
 
 
-def test_the_cascades_numbers_are_the_models(visit, romeo):
+def test_the_cascades_numbers_are_the_models(shown, romeo):
     """Entropies, the most probable buckets, the mass of their tokens, candidates, and norms."""
-    page, hash_map = visit(romeo.query | {"tab": "cascade"}), romeo.hash_map
+    page, hash_map = shown("Cascade"), romeo.hash_map
     compatible = romeo.scores.isfinite()
     panels = page.locator("#cascade .panel")
     assert panels.count() == len(romeo.log_p)
@@ -584,9 +608,9 @@ def test_the_cascades_numbers_are_the_models(visit, romeo):
             shows(text[2], romeo.soft[j].norm().item())
 
 
-def test_the_probabilities_are_the_models(visit, romeo):
+def test_the_probabilities_are_the_models(shown, romeo):
     """Each row's ids, log p of each function, sum, joint, paper's and calibrated probability."""
-    page, hash_map = visit(romeo.query | {"tab": "probability"}), romeo.hash_map
+    page, hash_map = shown("Probability"), romeo.hash_map
     follows = romeo.ids[romeo.at + 1]
     best = romeo.scores.topk(10).indices.tolist()
     rows = cells(page, "probability")
@@ -604,21 +628,21 @@ def test_the_probabilities_are_the_models(visit, romeo):
     shows(mass[1], 1 - romeo.mass)
 
 
-def test_pointing_at_a_row_shows_its_arithmetic(visit, romeo):
+def test_pointing_at_a_row_shows_its_arithmetic(shown, romeo):
     """Terms that add up to the sum, whose exponential over the valid mass is the probability.
 
     Tolerances: three decimals of the logs, three digits of the rest.
     """
-    page, line = visit(romeo.query | {"tab": "probability"}), "#probability .arithmetic"
+    page, line = shown("Probability"), "#probability .arithmetic"
     i = romeo.scores.topk(10).indices[3].item()
     page.locator("#probability tbody tr").nth(3).hover()
     logs = [romeo.log_p[j, b].item() for j, b in enumerate(romeo.hash_map[i])]
-    text = page.locator(line).inner_text()
-    shown = [float(x.replace("−", "-")) for x in re.findall(r"[-+−]?\d+\.?\d*(?:e-\d+)?", text)]
-    assert shown[:4] == pytest.approx(logs, abs=6e-4)
-    assert shown[4] == pytest.approx(sum(shown[:4]), abs=3e-3)
-    assert shown[5] == pytest.approx(math.exp(shown[4]), rel=2e-2)
-    assert shown[5] / shown[6] == pytest.approx(romeo.paper[i].item(), rel=2e-2)
+    text = page.locator(line).inner_text().replace("−", "-")
+    found = list(map(float, re.findall(r"[-+]?\d+\.?\d*(?:e-\d+)?", text)))
+    assert found[:4] == pytest.approx(logs, abs=6e-4)
+    assert found[4] == pytest.approx(sum(found[:4]), abs=3e-3)
+    assert found[5] == pytest.approx(math.exp(found[4]), rel=2e-2)
+    assert found[5] / found[6] == pytest.approx(romeo.paper[i].item(), rel=2e-2)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1129,12 +1153,8 @@ def test_those_who_wait_see_their_place(visit, server):
     """While others' requests run, the page says how many are before it."""
     page = visit({"prompt": ROMEO})
     server.slow("0.5")
-    body = json.dumps({"data": [ROMEO, -1, 10, None, ""]}).encode()
     for _ in range(5):
-        request = urllib.request.Request(
-            f"{server.address}/gradio_api/call/inspect", body, {"Content-Type": "application/json"}
-        )
-        urllib.request.urlopen(request, timeout=SECONDS).close()
+        ask(server, ROMEO)
     with answered(page):
         page.locator("#look").click()
         expect(page.get_by_text(re.compile(r"queue: \d+/\d+")).first).to_be_visible()
