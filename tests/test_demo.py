@@ -482,6 +482,16 @@ def test_what_is_drawn(lab, kind):
         close(view["rest"] + sum(row["drawn"] for row in view["rows"]), 1.0, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "settings", [(math.nan, 0, 1.0), (1.0, 0, math.nan), (-1.0, 0, 1.0)], ids=str
+)
+def test_settings_outside_are_refused(lab, settings):
+    """What no slider can say is refused as generate refuses it, and not shown as "nan %"."""
+    with pytest.raises(ValueError) as error:
+        demo_app.view_probability(opened(lab)["trace"], *settings)
+    one_sentence(error)
+
+
 def test_temperature_to_zero_is_the_argmax(lab):
     """At 0 and close to it, all of P is on the best token of log_probs."""
     session = opened(lab)
@@ -665,6 +675,20 @@ def test_views_are_pure(lab, kind):
     demo_app.view_compare(session["trace"], session["trace"], names, list(names), "", "")
     assert (session, checkpoint.facts, checkpoint.names) == before
     assert [drawn(lab, session, *settings) for settings in SETTINGS] == first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_views_are_well_formed(lab, kind):
+    """Of every kind of model, at the end and inside of a text, each element is closed, no number is
+    NaN, and only a view of what the model does not have says that it is absent."""
+    for position in (0, 2, -1):
+        session = opened(lab, position=position, kind=kind)
+        for name, html in drawn(lab, session).items():
+            read = Reader(html)
+            assert read.text.strip() and not re.search(r"\b(nan|inf|Undefined)\b", read.text), name
+            assert "None" not in [piece.strip() for piece in read.pieces], name
+            absent = kind == "standard" and name in ("signature", "gate", "cascade", "vocabulary")
+            assert ("class='notice'" in html) == absent, name
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -1169,6 +1193,18 @@ def test_an_export_cannot_leave_its_place(lab):
     assert told["ids"] == session["ids"] and isinstance(told["schema"], int)
 
 
+def test_an_export_is_json(lab):
+    """Also where the text has ids without a token, whose probability is 0: no −Infinity, which
+    other readers of JSON refuse."""
+
+    def refuse(name):
+        raise ValueError(name)
+
+    session, _ = followed(lab, "ids=5,342,7&start=1", fresh("unused"))
+    told = json.loads(Page.on_export(None, session), parse_constant=refuse)
+    assert told["ids"] == [5, 342, 7] and drawn(lab, session)
+
+
 # ---------------------------------------------------------------------------------------------
 # Sessions
 # ---------------------------------------------------------------------------------------------
@@ -1386,6 +1422,15 @@ def test_words_leave_the_shared_model_alone(lab):
     ):
         assert p is q, name
     assert own.model.model.hash_map[:340].equal(shared.model.model.hash_map)
+
+
+def test_words_that_cannot_be_seen(lab):
+    """A word without visible characters is shown by its escapes, wherever words are listed."""
+    session = demo_app.add_words(lab, opened(lab), "\u200b\u202e", space=False)
+    views = drawn(lab, session)
+    assert "\\u200b\\u202e" in Reader(views["vocabulary"]).text
+    assert "\\u200b\\u202e" in Reader(views["tokens"]).text
+    assert not re.search("[\u200b\u202e]", views["vocabulary"] + views["tokens"])
 
 
 def test_many_users_with_words(lab):
@@ -1677,6 +1722,14 @@ def test_a_new_run_appears(tmp_path):
     assert lab.paths() == {}
     make(tmp_path / "new")
     assert lab.get("new").facts["V"] == 340
+
+
+def test_a_run_that_is_gone_does_no_harm(runs, tmp_path):
+    """A run whose file "last" leads nowhere is no choice, and the others still are."""
+    make(tmp_path / "good")
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone" / "last").symlink_to("nowhere")
+    assert Lab(None, tmp_path).get("good").facts["V"] == 340
 
 
 def test_a_run_that_goes_on_is_read_anew(tmp_path):
@@ -2255,10 +2308,12 @@ def test_the_tour(page):
 def test_comparing(page):
     """Compare reads the second prompt with the second checkpoint; nothing typed: the same."""
     session = opened(page.lab, position=0)
-    for prompt, name in (("", "mhf"), ("not to be", "mhf"), ("", "other"), ("the", "standard")):
+    long = TEXT[:2000]
+    asked = ("", "mhf"), ("not to be", "mhf"), ("", "other"), ("the", "standard"), (long, "other")
+    for prompt, name in asked:
         html = Reader(page.on_compare(session, *SEEN, prompt, name))
         two = page.lab.get(name)
-        ids = torch.tensor([tokenizer().encode(prompt or PROMPT)])
+        ids = torch.tensor([tokenizer().encode(prompt or PROMPT)[-WINDOW:]])
         best = two.model.log_probs(ids)[0, -1].exp().max().item()
         assert demo_app.percent(best) in html.text
     for prompt, name in (("a" * 10_001, "mhf"), ("the", "/etc"), ("the", "untokenized")):

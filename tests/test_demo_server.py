@@ -287,6 +287,8 @@ def test_the_page_itself(served):
     status, content = request(served[1], "/")
     text = content.decode("utf-8")
     assert status == 200 and "MultiHashFormer" in text
+    loaded = re.findall(r"<(?!a\b|meta\b)[^>]*\b(?:src|href)=[\"']?(?:https?:)?//([^/\"'>]*)", text)
+    assert not [host for host in loaded if host.partition(":")[0] not in LOOPBACK]
     config = json.loads(request(served[1], "/config")[1])
     assert config["title"] == "MultiHashFormer" and not config.get("analytics_enabled")
     assert config.get("run_history", False) is False
