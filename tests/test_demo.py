@@ -1753,6 +1753,16 @@ def test_the_given_checkpoint_comes_first(runs, tmp_path):
     assert next(iter(Lab(given / "step-1", runs).paths())) == "step-1"
 
 
+def test_the_shipped_checkpoint_is_the_default(runs, tmp_path, monkeypatch):
+    """Without --checkpoint the one beside the app opens, before all runs; with it, the given one."""
+    monkeypatch.setattr(demo_app, "SHIPPED", make(tmp_path / "beside", seed=9) / "step-1")
+    lab = Lab(None, runs)
+    assert list(lab.paths()) == ["shipped", *KINDS]
+    expected = mhf.load(tmp_path / "beside").model.embed_tokens.weight
+    assert torch.equal(lab.get("shipped").model.model.embed_tokens.weight, expected)
+    assert next(iter(Lab(runs / "other", runs).paths())) == "other"
+
+
 @pytest.mark.parametrize("name", ["nowhere", "", None, "../mhf", "mhf/step-1", "/etc/passwd"])
 def test_only_checkpoints_of_the_list(lab, name):
     """No other name, and no path, opens anything."""
