@@ -1754,7 +1754,7 @@ def test_the_given_checkpoint_comes_first(runs, tmp_path):
 
 
 def test_the_shipped_checkpoint_is_the_default(runs, tmp_path, monkeypatch):
-    """Without --checkpoint the one beside the app opens, before all runs; with it, the given one."""
+    """Without --checkpoint the one beside the app opens, before all runs."""
     monkeypatch.setattr(demo_app, "SHIPPED", make(tmp_path / "beside", seed=9) / "step-1")
     lab = Lab(None, runs)
     assert list(lab.paths()) == ["shipped", *KINDS]
