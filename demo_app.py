@@ -167,7 +167,8 @@ class Lab:
         """{place: log P} of the tokens from `start` on, as the model gives them."""
         with self.lock:
             log_p = checkpoint.model.log_probs(checkpoint.ids(ids))[0]  # (T, V)
-        return {i: log_p[i - 1, ids[i]].item() for i in range(start, len(ids))}
+        found = {i: log_p[i - 1, ids[i]].item() for i in range(start, len(ids))}
+        return {i: p if p > -math.inf else None for i, p in found.items()}  # None: an unused id
 
     def _plain_trace(self, checkpoint, ids, position, top_k, error):
         log_p = checkpoint.model.log_probs(checkpoint.ids(ids))[0, position]  # (V,)
@@ -364,18 +365,19 @@ def generate(lab, session, count, temperature, top_k, top_p, seed, ids=None, sta
     """Yields the session after every new token; the last one has its trace."""
     checkpoint, ids = current(lab, session), list(ids or session["ids"])
     start = len(ids) if start is None else start
-    room = checkpoint.facts["window"] - len(ids)
-    if room < 1:
-        raise ValueError(f"the context of {len(ids)} tokens is full; start from an earlier one")
+    window, notice = checkpoint.facts["window"], ""
+    if len(ids) >= window:  # as mhf.generate does
+        ids, notice = ids[-(window // 2) :], "The context was full: its newest half is kept."
+        start = len(ids)
     stop = {checkpoint.tokenizer.eot} if checkpoint.tokenizer else ()
-    count, seed = min(int(count), MAX_TOKENS, room), int(seed)
+    count, seed = min(int(count), MAX_TOKENS, window - len(ids)), int(seed)
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be from 0 to {2**63 - 1}, not {seed}")
     stream = checkpoint.model.generate(
         ids, count, temperature, int(top_k) or None, top_p, stop, seed, return_log_probs=True
     )
-    log_probs = {i: p for i, p in session["log_probs"].items() if i < len(ids)}
-    session = session | {"start": start, "seed": seed, "force": {}, "ids": ids, "notice": ""}
+    log_probs = {i: p for i, p in session["log_probs"].items() if start <= i < len(ids)}
+    session = session | {"start": start, "seed": seed, "force": {}, "ids": ids, "notice": notice}
     session |= {"log_probs": log_probs, "trace": None}  # it is made anew at the end
     while True:
         with lab.lock:
@@ -442,7 +444,7 @@ def view_tokens(session):
         "position": trace["position"],
         "vocab_size": trace["vocab_size"],
         "notice": session["notice"],
-        "words": session["words"],
+        "words": [glyph({"bytes": word.encode()}) for word in session["words"]],
     }
 
 
@@ -556,6 +558,7 @@ def sampling(trace, temperature, top_k, top_p):
     """{token id: probability} of what `generate` would draw from, by mhf's own function."""
     scores = torch.tensor([-math.inf if s is None else s for s in trace["scores"]])  # (V,)
     logits = (scores / trace["calibration"]).unsqueeze(0)
+    mhf.check_sampling(temperature, int(top_k) or None, top_p, 1)
     weights, ids = mhf.sampling_weights(logits, temperature, int(top_k) or None, top_p)
     weights = weights[0] / weights.sum()
     kept = weights.nonzero()[:, 0]
@@ -841,7 +844,7 @@ TEMPLATES = {
 {% endfor %}</div>
 <p class="hint">{{ tokens|length }} token{{ s(tokens|length) }} of {{ vocab_size|count }}. Choose
 one: all views then show what the model makes of it and what it expects after it.
-{% if words %}Your own tokens: {% for w in words %}{{ chip(w.replace(" ", "␣")) }} {% endfor %}
+{% if words %}Your own tokens: {% for w in words %}{{ chip(w) }} {% endfor %}
 {% endif %}</p>
 """,
     "signature": """

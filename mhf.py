@@ -773,7 +773,7 @@ class LanguageModel(nn.Module):
         longer. Raises ValueError for bad arguments, before the first token.
         """
         rows, single = _prompt_rows(ids, self.config.vocab_size)
-        sampling = _checked_sampling(temperature, top_k, top_p, max_new_tokens)
+        sampling = check_sampling(temperature, top_k, top_p, max_new_tokens)
         stop = {stop} if isinstance(stop, int) else set(map(int, stop))
         return _generate(self, rows, single, max_new_tokens, sampling, stop, seed, return_log_probs)
 
@@ -1151,7 +1151,7 @@ def _prompt_rows(ids, vocab_size):
     return rows, single
 
 
-def _checked_sampling(temperature, top_k, top_p, max_new_tokens):
+def check_sampling(temperature, top_k, top_p, max_new_tokens):
     if type(max_new_tokens) is not int or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens must be a whole number, not {max_new_tokens}")
     if not 0 <= temperature < float("inf"):
@@ -1366,7 +1366,7 @@ def _explain_signature(model, token_id, scores, top_k):
     """
     table, hash_map, config = model.signatures, model.model.hash_map, model.config
     real = scores.isfinite()
-    expected = int(real.sum()) / (config.num_buckets - 1)
+    expected = int(hash_map.any(-1).sum()) / (config.num_buckets - 1)  # all but pad and unused
     functions = [
         _bucket_entry(model, j, bucket, scores, top_k) | {"expected": expected}
         for j, bucket in enumerate(hash_map[token_id].tolist())

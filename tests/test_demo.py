@@ -1489,14 +1489,16 @@ def test_seeds(lab):
 
 
 def test_generation_ends_with_the_context(lab):
-    """As many tokens come as the context has room for; a full one is refused with its size."""
+    """As many tokens come as the context has room for; of a full one the newest half is kept, as
+    the library does, and the page says so."""
     ids = (tokenizer().encode(TEXT))[:WINDOW]
     session = demo_app.trace_again(lab, fresh(ids=ids[:-3]), position=-1)
     assert len(written(lab, session, 20, seed=5)[-1]["ids"]) <= WINDOW
     assert max(len(s["ids"]) for n in range(5) for s in written(lab, session, 20, seed=n)) == WINDOW
-    with pytest.raises(ValueError) as error:
-        written(lab, demo_app.trace_again(lab, fresh(ids=ids), position=-1))
-    one_sentence(error, WINDOW)
+    last = written(lab, demo_app.trace_again(lab, fresh(ids=ids), position=-1), 3)[-1]
+    half = ids[-(WINDOW // 2) :]
+    assert last["ids"][: len(half)] == half and last["start"] == len(half) < len(last["ids"])
+    assert "half" in last["notice"] and min(last["log_probs"]) == len(half)
 
 
 def test_no_more_tokens_than_are_allowed(lab, monkeypatch):
