@@ -1,8 +1,8 @@
 """See a token become a signature, and a signature become a token: `python demo_app.py`.
 
 One forward pass gives one trace, `mhf.explain`'s dict. Every view is a function of the trace (and
-of `facts`, what holds for a checkpoint's whole vocabulary) that returns plain values; a template
-shows them. No view computes anything of the model; sliders only read the trace. What a user adds
+of what holds for a checkpoint's whole vocabulary) that returns plain values; a template shows
+them. No view runs the model; sliders only read the trace. What a user adds
 is in the user's own session; models are shared and never changed.
 """
 
@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import copy
 import csv
+import errno
 import functools
 import inspect
 import io
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import urllib.parse
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,7 +58,6 @@ MAX_CHARACTERS, MAX_TOKENS, MAX_WORDS, MAX_BYTES = 10_000, 200, 50, 64
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SLIDERS = {"temperature": (1.0, 0.0, 3.0), "top_k": (0, 0, 1000), "top_p": (1.0, 0.01, 1.0)}
 brief = reprlib.repr  # of any value, short enough for a message
-SUBSCRIPT = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -81,10 +82,14 @@ class Checkpoint:
 class Lab:
     """The checkpoints that may be chosen, by name, and the one lock for all that computes."""
 
-    def __init__(self, first=None, out="runs"):
-        self.out, self.lock = Path(out), threading.Lock()
-        name = first and (Path(first).resolve().name if Path(first).exists() else str(first))
-        self.first = first and {name: mhf.find_checkpoint(first)}
+    def __init__(self, first=None, out="runs", device="auto"):
+        self.out, self.lock, self.first = Path(out), threading.Lock(), None
+        if first:  # a run goes on, a download is looked for once
+            here = Path(first).exists()
+            found = mhf.find_checkpoint(first)
+            name = Path(first).resolve().name if here else str(first)
+            self.first = {name: Path(first) if here else found}
+        self.device, self.why = mhf.choose_device(device)
         self.open = functools.lru_cache(maxsize=3)(self._open)
         self.personal = functools.lru_cache(maxsize=16)(self._personal)
 
@@ -105,8 +110,7 @@ class Lab:
         return self.open(name, mhf.find_checkpoint(paths[name]))
 
     def _open(self, name, folder):
-        device, _ = mhf.choose_device("auto")
-        model = mhf.load(folder).to(device).requires_grad_(False)
+        model = mhf.load(folder).to(self.device).requires_grad_(False)
         tokenizer = None
         if (folder / "tokenizer.tiktoken").is_file():
             tokenizer = mhf.Tokenizer.load(folder)
@@ -155,6 +159,8 @@ class Lab:
             mhf.check_explain(checkpoint.model.config, ids, position, top_k, force)
             try:
                 trace = checkpoint.model.explain(ids, position, top_k, force, all_scores=True)
+            except torch.OutOfMemoryError:
+                raise
             except Exception as error:  # whatever a student changed
                 trace = self._plain_trace(checkpoint, ids, position, top_k, error)
         for entry in [*trace["tokens"], *trace["top_tokens"], *filter(None, [trace["next"]])]:
@@ -189,7 +195,7 @@ class Lab:
             "tokens": [entry | {"id": i} for i in ids],
             "top_tokens": found[: len(best)],
             "next": found[-1] if follows else None,
-            "scores": log_p.tolist(),
+            "scores": [p if p > -math.inf else None for p in log_p.tolist()],
         }
 
 
@@ -206,15 +212,16 @@ def facts(model):
     real = table.ids[hashed].numpy()  # (tokens, H)
     n, p = len(real), 1 / (B - 1)
     loads = [_counts(_counts(column, B)[1:]) for column in real.T]
-    most = min(n, max(map(len, loads)) - 1)
-    found["loads"] = [
+    rows = [
         {
             "tokens": k,
             "observed": sum(load[k] for load in loads if k < len(load)) / H,
             "expected": (B - 1) * _binomial(k, n, p),
         }
-        for k in range(most + 1)
+        for k in range(min(n + 1, max(map(len, loads))))
     ]
+    seen = [row for row in rows if max(row["observed"], row["expected"]) >= 0.05]
+    found["loads"] = seen[:40]
     few = H > 1 and n <= 100_000  # else it takes seconds
     found["close_pairs"], rows = _close_pairs(real) if few else (None, None)
     found["close_pair"] = rows and hashed.nonzero()[rows, 0].tolist()
@@ -309,6 +316,7 @@ FRESH = {
 
 
 def current(lab, session):
+    """The session's checkpoint, with its user's own words."""
     return lab.personal(lab.get(session["checkpoint"]), tuple(session["words"]))
 
 
@@ -466,17 +474,19 @@ def view_signature(trace, facts):
             }
             for f in own["functions"]
         ],
-        "neighbours": [n | {"glyph": glyph(n)} for n in own["neighbours"] if n["shared"] < H],
+        "neighbours": [n | {"glyph": glyph(n)} for n in own["neighbours"]],
         "shared": list(enumerate(own["shared"])),
         "H": H,
         "B": own["num_buckets"],
-        "signatures": own["signatures"],
+        "signatures": own["num_buckets"] ** H,
         "V": trace["vocab_size"],
         "tries": _tries(own["tries"]),
         "facts": facts,
         "rehash": re_hash
         and re_hash | {"glyph": glyph(re_hash["token"]), "tries": _tries(re_hash["tries"])},
-        "most": max((row["observed"] for row in facts.get("loads", [])), default=1),
+        "most": max(
+            (max(row["observed"], row["expected"]) for row in facts.get("loads", [])), default=1
+        ),
     }
 
 
@@ -574,8 +584,8 @@ def view_probability(trace, temperature=1.0, top_k=0, top_p=1.0):
     if follows and follows["id"] not in [e["id"] for e in entries]:
         entries.append(follows)
     for e in entries:
-        p = e["log_prob"] and math.exp(e["log_prob"])
-        paper = e["log_prob_paper"] and math.exp(e["log_prob_paper"])
+        logs = e["log_prob"], e["log_prob_paper"]
+        p, paper = (None if log_p is None else math.exp(log_p) for log_p in logs)
         rows.append(
             e
             | {"glyph": glyph(e), "p": p, "paper": paper, "drawn": drawn.get(e["id"], 0.0)}
@@ -610,11 +620,12 @@ def _arithmetic(trace, entry):
         return ""
     terms = " ".join(f"{x:+.3f}" for x in entry["log_p"])
     p, paper = math.exp(entry["log_prob"]), math.exp(entry["log_prob_paper"])
+    total = math.exp(entry["score"] - entry["log_prob_paper"])  # valid mass, if none is shared
     return (
-        f"log p₁ … log p{str(len(entry['log_p'])).translate(SUBSCRIPT)}:  {terms} = "
-        f"{entry['score']:.3f};   exp → joint {entry['joint_prob']:.3g};   ÷ valid mass "
-        f"{trace['valid_mass']:.3g} → {paper:.4f} (paper, τ = 1);   softmax of the sums / τ "
-        f"{trace['calibration']:.3g} → {p:.4f} (calibrated)"
+        f"log p1 … log p{len(entry['log_p'])}:  {terms} = {entry['score']:.3f};   exp → joint "
+        f"{entry['joint_prob']:.3g};   ÷ {total:.3g}, that of all tokens together, "
+        f"→ {paper:.4g} (paper, τ = 1);   softmax of the sums / τ {trace['calibration']:.3g} → "
+        f"{p:.4g} (calibrated)"
     ).replace("-", "−")
 
 
@@ -660,11 +671,12 @@ def view_vocabulary(session, checkpoint):
     D, V = facts["D"], len(checkpoint.names)
     words = []
     for i in range(V - len(session["words"]), V):
-        tries = signatures.trace(signatures.tokens[i])
+        unknown = signatures.from_checkpoint or signatures.locked
+        tries = [] if unknown else signatures.trace(signatures.tokens[i])
         told = {"id": i, "bytes": list(signatures.tokens[i])}
         words.append(
             {"glyph": glyph(told), "id": i, "signature": signatures.ids[i].tolist()}
-            | {"tries": len(tries), "taken": len(tries) - 1}
+            | {"tries": len(tries) or "unknown", "taken": max(0, len(tries) - 1)}
         )
     added = checkpoint.model.num_parameters()["total"] - facts["parameters"]["total"]
     lines = {
@@ -741,7 +753,7 @@ def view_compare(a, b, names_a, names_b, label_a, label_b):
         scores = torch.tensor([-math.inf if s is None else s for s in trace["scores"]])
         p = (scores / trace["calibration"]).softmax(-1)
         both.append((p, p.argsort(descending=True).argsort() + 1))
-    same = names_a is names_b
+    same = names_a == names_b
     known = {raw: i for i, raw in enumerate(names_b) if raw is not None}
     back = {raw: i for i, raw in enumerate(names_a) if raw is not None}
     for entry in a["top_tokens"]:
@@ -864,17 +876,18 @@ one: all views then show what the model makes of it and what it expects after it
 {% if neighbours %}<p>Closest:
 {% for n in neighbours %}{{ chip(n.glyph, note=n.shared ~ " of " ~ H) }} {% endfor %}</p>{% endif %}
 <h3>How it got its last id</h3>
-{% if tries is none %}<p>The checkpoint stores ids without their tokens: its tries are unknown.</p>
+{% if tries is none %}<p>Not known: the checkpoint has ids without their tokens, this id has no
+token, or tokens share signatures here and are never hashed again.</p>
 {% elif not tries %}<p>This is the pad: all its ids are 0, and it is never hashed.</p>
 {% else %}{{ tries_list(tries, H) }}{% endif %}
 {% if rehash %}<h3>A token that really was re-hashed</h3>
 <p>{% if rehash.own %}{{ facts.rehashed|count }} of this model's tokens were.{% else %}
 None of this model's tokens was. The same tokens with {{ rehash.num_buckets }} buckets instead of
-{{ B|count }}: {{ rehash.rehashed }} of {{ rehash.tokens|count }} were.{% endif %} The one with most
+{{ B|count }}: {{ rehash.rehashed }} of {{ rehash.tokens|count }} were.{% endif %} One with many
 tries is {{ chip(rehash.glyph) }} {{ cells(rehash.token.signature) }}</p>
 {{ tries_list(rehash.tries, H) }}
-{% else %}<p>No token of this model was re-hashed.</p>{% endif %}
-<h3>All {{ V|count }} tokens</h3>
+{% elif tries is not none %}<p>No token of this model was re-hashed.</p>{% endif %}
+<h3>All {{ facts.V|count }} tokens</h3>
 {% if H > 1 %}<p>Pairs of tokens that share at least {{ H - 1 }} of {{ H }} ids:
 {{ "not counted" if facts.close_pairs is none else facts.close_pairs|count }};
 {{ "%.2g"|format(facts.close_pairs_expected) }} are to be expected by chance.</p>{% endif %}
@@ -917,7 +930,8 @@ largest of all tokens here is {{ "%.1e"|format(worst) }}.{% endif %}</p>
 <h3>What comes after {{ chip(before, True) }}? {{ panels|length }} ids, one after the other</h3>
 {% if forced %}<p class="notice whatif" role="status"><b>What if</b> {% for j, bucket in
   forced.items() %}function {{ j|int + 1 }} were bucket {{ bucket }}{{ ", and " if not loop.last }}
-{%- endfor %}: later functions and the result follow that row, not the model's own mixture.
+{%- endfor %}: later functions and the result follow that row, not the model's own mixture
+(nothing follows the last function; forcing it only narrows what is compatible).
 <button type="button" data-clear="1">Back to the model's own</button></p>{% endif %}
 <p>The most probable next token is {{ chip(best) }} ({{ best_p|percent }}).{% if next %} In the
 text comes {{ chip(next) }}; its buckets have a ◆.{% endif %} Choose a bucket to force it.</p>
@@ -986,8 +1000,8 @@ no token has: <b>{{ unassigned|percent }}</b></span></p>{% endif %}
 <small>{{ r.p|percent }}</small></button>{% else %}
 <span class="given"><bdi>{{ r.glyph }}</bdi></span>{% endif %}
 {% endfor %}</div>
-{% if started %}<p class="hint">Seed {{ seed }}. The darker a token and the larger its number, the
-surer the model was (calibrated, before temperature and cuts).</p>{% endif %}
+{% if started %}<p class="hint">Seed {{ seed }}. The stronger its colour and the larger its number,
+the surer the model was (calibrated, before temperature and cuts).</p>{% endif %}
 {% if candidates %}<p>After {{ chip(after) }}, go on from here with another candidate:</p>
 <div class="tokens" role="group" aria-label="Candidates to go on with">
 {% for c in candidates %}<button type="button" data-candidate="{{ c.id }}"><bdi>{{ c.glyph }}</bdi>
@@ -1002,8 +1016,8 @@ surer the model was (calibrated, before temperature and cuts).</p>{% endif %}
 <td>{{ cells(w.signature) }}</td><td>{{ w.tries }}{{ " (" ~ w.taken ~ " taken)" if w.taken }}</td>
 <td>{{ added }}</td></tr>{% endfor %}
 {% endcall %}
-<p>The model has never read them: each is a new mixture of rows that other tokens taught. They take
-{{ ids_bytes }} bytes each, for their ids. Now use one in the prompt.</p>
+<p>The model has never read them: each is a new mixture of rows that other tokens taught. A
+checkpoint stores {{ ids_bytes }} bytes for the ids of each. Now use one in the prompt.</p>
 {% else %}<p>None yet. They will be yours alone: nobody else who uses this page sees them.</p>
 {% endif %}<h3>What a table costs</h3>
 {{ lines(chart) }}
@@ -1214,7 +1228,8 @@ $p_j$ thin: the hatched bars, which only count real tokens, then say more.""",
     "probability": r"""A token's score is $\sum_j \log p_j[\mathrm{id}_j]$; its exponential is the
 joint probability of its signature. Most signatures belong to no token: the mass on
 those that do is the *valid mass*, by which the paper divides ($\tau = 1$). Calibrated:
-$\mathrm{softmax}(\text{score}/\tau)$, with $\tau$ fitted on held-out text.
+$\mathrm{softmax}(\text{score}/\tau)$, with $\tau$ fitted on held-out text by train.py
+(1 in published checkpoints).
 A temperature $T$ divides the scores once more. Dividing each function's logits by $T$ instead,
 with the same soft embeddings, would give the same
 renormalised probabilities, since the functions' log-sum-exps are the same for every token; only
@@ -1251,16 +1266,16 @@ TOUR = [  # title, view, prompt or None, text
      """The tokenizer cuts the text into pieces; each has a number. Spaces and line ends are drawn
      as signs. Choose a token: every view follows."""),
     ("A token is a signature", "signature", None,
-     """Its bytes, hashed with different seeds, give one id for each function. No two tokens have
-     the same ids, though single buckets are shared."""),
+     """Its bytes, hashed with different seeds, give one id for each function. Single buckets are
+     shared, but not all of them (with one function alone they must be)."""),
     ("Sharing a bucket is normal", "signature", None,
-     """The table has far fewer rows than tokens times functions. The tokens in a bucket share its
+     """The table has fewer rows than tokens times functions. The tokens in a bucket share its
      row; only together do the ids tell tokens apart."""),
     ("The gate weighs the rows", "gate", None,
      """A small network scores each row, and a softmax turns scores into weights. The check adds
      the weighted rows up once more and compares them with the model's own input vector."""),
     ("Nothing is unknown", "gate", "**JULIET**  \nO 😀",
-     "An emoji is a few byte tokens here, and every byte has a signature, too."),
+     "A symbol that has no token of its own is a few bytes, and every byte has a signature, too."),
     ("The cascade predicts id after id", "cascade",
      "**HAMLET**  \nTo be, or not to be, that is the",
      """The first function's distribution becomes a mixture of rows, the soft embedding, which the
@@ -1300,7 +1315,7 @@ def examples(checkpoint):
         ("Hamlet", TOUR[5][2], "the last word of a line: see function after function decide"),
         ("modern", "The computer is", "a word that Shakespeare did not have"),
         ("emoji", "O 😀", "bytes are tokens, too: nothing is unknown"),
-        ("right to left", "سلام", "Arabic, byte by byte, drawn in its own direction"),
+        ("right to left", "سلام", "Arabic, drawn in its own direction within each token"),
         ("new line", "**ROMEO**  \n", "blanks and line ends are tokens; see the signs"),
     ]
     if pair := checkpoint.facts.get("close_pair"):
@@ -1309,7 +1324,7 @@ def examples(checkpoint):
             found.append(("two alike", text, "two tokens that share all ids but one"))
     if (taken := checkpoint.facts.get("rehash")) and taken["own"]:
         text = bytes(taken["token"]["bytes"]).decode("utf-8", "ignore")
-        if text:
+        if checkpoint.tokenizer.encode(text) == [taken["token"]["id"]]:
             found.append(("re-hashed", text, "its first signature was taken"))
     return found
 
@@ -1339,7 +1354,7 @@ CLASS_FLAGS = {
 
 
 class Classroom:
-    """A tiny MultiHashFormer and a standard model as large, trained by train.py side by side."""
+    """A tiny MultiHashFormer and a standard model, tables of one size, trained side by side."""
 
     def __init__(self, out):
         self.out, self.runs, self.processes, self.lock = Path(out), {}, {}, threading.Lock()
@@ -1383,7 +1398,7 @@ class Classroom:
         """As Ctrl-C does: the step is finished and saved."""
         for process in self.processes.values():
             if process.poll() is None:
-                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGINT if os.name == "posix" else signal.SIGTERM)
         for process in self.processes.values():
             try:
                 process.wait(20)
@@ -1409,9 +1424,8 @@ class Classroom:
         for row in rows:
             found |= {key: value for key, value in row.items() if value}
         steps = [row for row in rows if row.get("loss")]
-        found["curve"] = [
-            (int(r["step"]), float(r["loss"])) for r in steps[:: len(steps) // 200 + 1]
-        ]
+        curve = [(int(r["step"]), float(r["loss"])) for r in steps[:: len(steps) // 200 + 1]]
+        found["curve"] = [(step, loss) for step, loss in curve if math.isfinite(loss)]
         if len(parts) > 1:
             found["sample_step"], _, found["sample"] = parts[-1].partition("\n")
         if code is None and rows:
@@ -1509,7 +1523,8 @@ def from_link(lab, session, query):
     session = link.attempt("ids", lambda s: _generated(lab, s, link), session)
     last = len(session["ids"]) - 1
     position = link.number("position", int, 0, last, last)
-    session = trace_again(lab, session, position=position)
+    if position != session["position"] or session["trace"] is None:
+        session = trace_again(lab, session, position=position)
     pairs = [pair.partition(":") for pair in query.get("force") or ()]
 
     def forced(s):
@@ -1536,7 +1551,8 @@ def _generated(lab, session, link):
     start = link.number("start", int, 1, len(ids), len(ids))
     seed = link.number("seed", int, 0, 2**63 - 1, 0)
     log_probs = lab.log_probs(checkpoint, ids, start)
-    return session | {"ids": ids, "start": start, "seed": seed, "log_probs": log_probs}
+    session = session | {"ids": ids, "start": start, "seed": seed, "log_probs": log_probs}
+    return session | {"trace": None}
 
 
 def draw(lab, session, temperature, top_k, top_p, tab="signature"):
@@ -1591,11 +1607,15 @@ DRAWN = [*list(TABS)[:6], "tokens", "link"]  # what every event draws anew
 
 @contextlib.contextmanager
 def told(plain):
-    """A ValueError becomes a message. It may hold user text, and the page takes HTML for one."""
+    """An error becomes a message. It may hold a user's text, and the page takes HTML for one."""
     try:
         yield
     except ValueError as error:
         text = str(error) if plain else str(error).replace("&", "&amp;").replace("<", "&lt;")
+        raise gr.Error(text, title="Not done", print_exception=False) from None
+    except Exception as error:
+        traceback.print_exc()
+        text = f"{type(error).__name__}: this went wrong; the server's terminal has the details"
         raise gr.Error(text, title="Not done", print_exception=False) from None
 
 
@@ -1801,6 +1821,7 @@ class Page:
             own.input(None, own, twin, js="x => x", api_visibility="private")
             twin.input(None, twin, own, js="x => x", api_visibility="private")
         for group in (self.cuts, self.mirrored):  # input, not change: loading a link is no move
+            # A drag fires input; the button that resets a slider only release.
             moved = [slider.input for slider in group] + [slider.release for slider in group]
             slide = dict(outputs=[views["probability"], views["link"]], **light)
             inputs, how = [self.session, *group, self.at], {"trigger_mode": "always_last"}
@@ -1808,11 +1829,11 @@ class Page:
         for name, tab in self.places.items():
             work = functools.partial(self.on_tab, name)
             tab.select(work, given, [self.at, views["link"]], **light)
-        self.export.click(self.on_export, self.session, self.saved, **light)
+        self.export.click(self.on_export, given, self.saved, **light)
         for choice in (self.choice, self.other):
             choice.focus(lambda: gr.Dropdown(choices=list(self.lab.paths())), None, choice, **light)
-        model["api_visibility"] = "public"
-        gr.api(refusing(self.api_inspect, plain=True), api_name="inspect", **model)
+        public = model | {"api_visibility": "public"}
+        gr.api(refusing(self.api_inspect, plain=True), api_name="inspect", **public)
         self.wire_training(light)
 
     def wire_training(self, light):
@@ -1825,6 +1846,7 @@ class Page:
             (self.further, self.on_further, None),
         ):
             button.click(refusing(work), inputs, [view, timer], **light)
+        self.demo.load(self.on_tick, None, [view, timer], **light)  # one may be running
         timer.tick(self.on_tick, None, [view, timer], **light)
 
     def drawn(self, session, seen):
@@ -1843,7 +1865,7 @@ class Page:
         return self.drawn(open_prompt(self.lab, session, prompt), seen)
 
     def on_checkpoint(self, session, *args):
-        """Another model reads the same prompt; words stay with the one they were added to."""
+        """Another model reads the same prompt; a user's words are not taken along."""
         *seen, name = args
         lab, session = self.lab, session | {"checkpoint": name, "words": []}
         try:
@@ -1900,8 +1922,8 @@ class Page:
             raise ValueError(f"there is no token {candidate}")
         start = at + 1 if session["start"] is None else min(session["start"], at + 1)
         ids = [*session["ids"][: at + 1], candidate]
-        log_probs = {i: p for i, p in session["log_probs"].items() if i <= at}
-        log_probs |= self.lab.log_probs(current(self.lab, session), ids, at + 1)
+        step = self.lab.trace(current(self.lab, session), ids, at)["next"]
+        log_probs = session["log_probs"] | {at + 1: step["log_prob"]}
         yield from self.on_generate(session | {"log_probs": log_probs}, *args, ids=ids, start=start)
 
     def on_slide(self, session, *seen):
@@ -1926,18 +1948,26 @@ class Page:
         lab, ids = self.lab, session["ids"]
         one = current(lab, session)
         two = one if name == session["checkpoint"] else lab.get(name)
-        other = ids if two is one else lab.encode(two, [], session["prompt"])
-        if prompt:
-            other = lab.encode(two, session["words"] if two is one else [], prompt)
+        words = session["words"] if two is one else []
+        if not prompt and two is not one:  # the same text, generated tokens included
+            known = two.tokenizer and [one.names[i] for i in ids]
+            text = (
+                b"".join(name or b"" for name in known).decode("utf-8", "replace") if known else ""
+            )
+            prompt = text or " ".join(map(str, ids))
+        other = lab.encode(two, words, prompt) if prompt else ids
         a, b = lab.trace(one, ids), lab.trace(two, other[-two.facts["window"] :])
         texts = ["".join(glyph(t) for t in trace["tokens"]) for trace in (a, b)]
         short = [text if len(text) < 60 else "…" + text[-60:] for text in texts]
         labels = [f"{where.name}, after {text}" for where, text in zip((one, two), short)]
         return show("compare", view_compare(a, b, one.names, two.names, *labels))
 
-    def on_export(self, session):
+    def on_export(self, session, *seen):
+        """The session as JSON; the time makes every export a new value, which the page saves."""
         kept = {k: v for k, v in session.items() if k not in ("default", "notice")}
-        text = json.dumps({"schema": 1, "exported": time.time()} | kept, ensure_ascii=False)
+        config = json.loads(current(self.lab, session).model.config.to_json())
+        about = {"schema": 1, "exported": time.time(), "sampling": dict(zip(SLIDERS, seen))}
+        text = json.dumps(about | {"config": config} | kept, ensure_ascii=False)
         return text.replace("<", "\\u003c")
 
     def api_inspect(
@@ -1996,6 +2026,7 @@ def parse_arguments(argv):
     )
     parser.add_argument("--port", type=int, help="port (default: the next free one from 7860 on)")
     parser.add_argument("--share", action="store_true", help="a public link, by Gradio's servers")
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda, cuda:N or mps")
     parser.add_argument("--selftest", action="store_true", help="answer one request, then end")
     args = parser.parse_args(argv)
     if not args.host.strip():
@@ -2017,6 +2048,10 @@ def free_port(host, port):
                 return candidate
             except OSError as error:
                 reason = error.strerror or error
+                if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+                    raise ValueError(
+                        f"--host {host} is no address of this machine ({reason}); 127.0.0.1 is"
+                    ) from None
     tried = f"--port {port}" if port else "every port from 7860 to 8059"
     raise ValueError(f"{tried} on {host} cannot be used ({reason}); choose another with --port")
 
@@ -2039,7 +2074,7 @@ def serve(args):
     )
     host = f"[{args.host}]" if ":" in args.host else args.host
     port = free_port(args.host, args.port)
-    lab = Lab(args.checkpoint, args.out)  # which may be fetched
+    lab = Lab(args.checkpoint, args.out, args.device)  # which may be fetched
     stay_home(args.share)
     page = Page(lab, classroom, why)
     theme = gr.themes.Default(primary_hue="blue").set(**THEME)
@@ -2048,7 +2083,7 @@ def serve(args):
             server_name=host, server_port=port, share=args.share, theme=theme, css=CSS,
             run_history=False, enable_monitoring=False, footer_links=["api", "settings"],
             max_file_size="1mb", ssr_mode=False, pwa=False, show_error=False, quiet=True,
-            prevent_thread_lock=True,
+            prevent_thread_lock=True, state_session_capacity=256,  # a session is about a megabyte
         )  # fmt: skip
     except OSError as error:  # taken in between
         raise ValueError(f"port {port} on {args.host} cannot be used: {error}") from None
@@ -2085,7 +2120,8 @@ def main(argv=None):
     except ValueError as error:
         print(f"demo_app.py: error: {error}", file=sys.stderr)
         return 2
-    print(f"{page.default} at {address}", page.demo.share_url or "", "(Ctrl-C ends it)", flush=True)
+    where = f"{page.lab.device}, {page.lab.why}"
+    print(f"{page.default} on {where}, at {address}", page.demo.share_url or "", flush=True)
     try:
         if args.selftest:
             selftest(page, address)

@@ -768,7 +768,7 @@ class LanguageModel(nn.Module):
         top_k, top_p: sample among exactly the k best; of these, among the fewest with mass p.
         stop: ids that end their row; the stop id itself is yielded. seed: None: PyTorch's own.
         Yields an int for one 1-D prompt, else a LongTensor (N,) with the pad id in finished rows;
-        with return_log_probs (token, log P), which temperature, top_k and top_p do not change.
+        with return_log_probs (token, log P before temperature, top_k, top_p; 0 in finished rows).
         When a row's context is full, its newest half is encoded again, as that of a prompt which is
         longer. Raises ValueError for bad arguments, before the first token.
         """
@@ -1177,7 +1177,7 @@ def sampling_weights(logits, temperature=1.0, top_k=None, top_p=None):
         return logits.softmax(-1), None
     size = logits.shape[-1]
     logits, ids = logits.topk(min(top_k or size, size))  # (N, k), best first
-    weights = logits.softmax(-1)
+    weights = logits.softmax(-1)  # (N, k)
     if top_p is not None:  # a token goes when those before it have mass p already
         weights = weights.masked_fill(weights.cumsum(-1) - weights >= top_p, 0.0)
     return weights, ids
@@ -1186,6 +1186,8 @@ def sampling_weights(logits, temperature=1.0, top_k=None, top_p=None):
 def _sample(logits, temperature, top_k, top_p, generator):
     """One id (N,) from every row of logits (N, V)."""
     weights, ids = sampling_weights(logits, temperature, top_k, top_p)
+    if weights.shape[-1] == 1:  # greedy: nothing is drawn
+        return ids[:, 0]
     drawn = torch.multinomial(weights, 1, generator=generator)  # (N, 1)
     return (drawn if ids is None else ids.gather(-1, drawn))[:, 0]
 
@@ -1219,12 +1221,14 @@ def _generate(model, contexts, single, max_new_tokens, sampling, stop, seed, ret
         h = _next_states(model, contexts, cache, whole)  # (N, D)
         logits = model.token_scores(h) / config.calibration  # (N, V)
         new = _sample(logits, *sampling, generator)  # (N,)
+        log_p = torch.zeros(len(contexts))  # (N,)
         if return_log_probs:
             log_p = logits.log_softmax(-1).gather(-1, new.unsqueeze(-1))[:, 0].cpu()  # (N,)
         new = new.tolist()
         for n, token_id in enumerate(new):
             if done[n]:
                 new[n] = config.pad_token_id or 0
+                log_p[n] = 0.0
             else:
                 contexts[n].append(token_id)
                 done[n] = token_id in stop
@@ -1334,7 +1338,8 @@ def _explain_gate(model, ids, tokens):
     x, gate = (y[0] for y in model.embed(ids, return_gate=True))  # (T, D), (T, H)
     found = dict.fromkeys(("gate", "gate_scores", "residual")) | {"row_norms": rows.norm(dim=-1)}
     if scorer := getattr(model.model.combiner, "scorer", None):
-        found["gate_scores"] = scorer(rows).squeeze(-1)  # (T, H)
+        scores = scorer(rows).squeeze(-1)
+        found["gate_scores"] = scores if scores.shape == rows.shape[:2] else None  # (T, H)
     if gate.shape == rows.shape[:2]:
         found["gate"] = gate
         if adapter := getattr(model.model.combiner, "output_proj", None):
@@ -1362,7 +1367,7 @@ def _explain_signature(model, token_id, scores, top_k):
     neighbours the tokens that share most ids with it, the most probable first, and shared: how many
     shared     how many tokens have exactly 0, 1, …, H ids in common with it
     tries      the tries (seed of the last id, last id, owner: the token that had the signature);
-               None where the tokens behind the signatures are not known
+               None where the tokens are not known, or share signatures and are never hashed again
     """
     table, hash_map, config = model.signatures, model.model.hash_map, model.config
     real = scores.isfinite()
@@ -1376,7 +1381,8 @@ def _explain_signature(model, token_id, scores, top_k):
     order = scores.argsort(descending=True)  # (V,)
     order = order[shared[order].argsort(descending=True, stable=True)][:top_k].tolist()
     tries = None
-    if not (table.locked or table.from_checkpoint or table.tokens[token_id] is None):
+    unknown = table.locked or table.from_checkpoint or table.tokens[token_id] is None
+    if not (unknown or table.allow_collisions):
         tries = [
             {
                 "seed": seed,
@@ -1391,7 +1397,6 @@ def _explain_signature(model, token_id, scores, top_k):
         "id": token_id,
         "num_buckets": config.num_buckets,
         "num_hashes": config.num_hashes,
-        "signatures": config.num_buckets**config.num_hashes,
         "functions": functions,
         "neighbours": [
             _token_entry(model, i) | {"shared": n} for i in order if (n := int(shared[i]))

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import re
+import shutil
 import types
 import urllib.parse
 import warnings
@@ -259,7 +260,7 @@ def test_signature(lab, kind, position):
         assert function["more"] == len(best) - len(listed)
         assert [c["id"] for c in function["chips"] if c["marked"]] in ([token], [])
     assert sum(many for _, many in view["shared"]) == int(scores.isfinite().sum()) - 1
-    assert all(n["shared"] < H for n in view["neighbours"])
+    assert all(0 < n["shared"] <= H for n in view["neighbours"])
 
 
 @pytest.mark.parametrize("kind", ["mhf", "crowded", "half-lsh"])
@@ -427,7 +428,7 @@ def test_probability_is_what_the_table_shows(lab):
         assert f"{values['joint_prob']:.2g}" in row.text
         assert f"{values['score']:.2f}" in row.text
         assert all(f"{x:.2f}" in row.text for x in values["log_p"])
-        assert f"{values['paper']:.4f}" in row.at["data-sum"]
+        assert f"{values['paper']:.4g}" in row.at["data-sum"]
 
 
 @pytest.mark.parametrize("kind", HASHED)
@@ -1186,7 +1187,7 @@ def test_an_error_with_a_users_text_has_no_elements(attack):
 def test_an_export_cannot_leave_its_place(lab):
     """The exported JSON has no '<' that could end a script, and reads back as it was."""
     session = opened(lab, "</script><b>")
-    text = Page.on_export(None, session)
+    text = Page.on_export(types.SimpleNamespace(lab=lab), session, 1.0, 0, 1.0)
     assert "<" not in text
     told = json.loads(text)
     assert told["prompt"] == "</script><b>" and told["trace"] == session["trace"]
@@ -1201,7 +1202,9 @@ def test_an_export_is_json(lab):
         raise ValueError(name)
 
     session, _ = followed(lab, "ids=5,342,7&start=1", fresh("unused"))
-    told = json.loads(Page.on_export(None, session), parse_constant=refuse)
+    told = json.loads(
+        Page.on_export(types.SimpleNamespace(lab=lab), session, 1.0, 0, 1.0), parse_constant=refuse
+    )
     assert told["ids"] == [5, 342, 7] and drawn(lab, session)
 
 
@@ -2395,3 +2398,76 @@ def test_building_gives_no_warning(lab):
         warnings.simplefilter("always")
         Page(lab, demo_app.Classroom(lab.out)).demo.get_config_file()
     assert not [str(w.message) for w in given if not issubclass(w.category, ResourceWarning)]
+
+
+# ---------------------------------------------------------------------------------------------
+# Edges
+# ---------------------------------------------------------------------------------------------
+
+
+def test_certainty_is_100_percent(lab):
+    """A token whose log P rounds to 0 is certain, not impossible."""
+    trace = copy.deepcopy(opened(lab)["trace"])
+    trace["top_tokens"][0] |= {"log_prob": 0.0, "log_prob_paper": 0.0}
+    row = demo_app.view_probability(trace)["rows"][0]
+    assert row["p"] == row["paper"] == 1.0 and demo_app.percent(row["p"]) == "100 %"
+
+
+@pytest.mark.parametrize("kind", ["mhf", "single", "lsh"])
+def test_the_arithmetic_is_right(lab, kind):
+    """What the line says is what is shown: joint ÷ the sum is the paper's P, also where tokens
+    share signatures and the sum is not the valid mass. Three digits are shown: 1 % is allowed."""
+    for row in demo_app.view_probability(opened(lab, kind=kind)["trace"])["rows"]:
+        said = row["sum"].replace("−", "-")
+        joint, total, paper = map(
+            float, re.search(r"joint (\S+);\s+÷ (\S+), .*→ (\S+) \(paper", said).groups()
+        )
+        close(joint / total, paper, atol=0, rtol=1e-2)
+
+
+def test_few_rows_of_loads(lab):
+    """However uneven the buckets, the table of loads has at most 40 rows, all with something."""
+    for kind in KINDS:
+        rows = lab.get(kind).facts.get("loads", [])
+        assert len(rows) <= 40
+        assert all(max(row["observed"], row["expected"]) >= 0.05 for row in rows)
+
+
+def test_compare_reads_what_was_generated(lab):
+    """Another checkpoint reads the same text, generated tokens included (60 signs are told)."""
+    session = written(lab, opened(lab, "the one"), 6)[-1]
+    page = types.SimpleNamespace(lab=lab)
+    html = Page.on_compare(page, session, *CUTS, "signature", "", "other")
+    a, b = (e.text.partition(", after ")[2] for e in Reader(html).all("b")[:2])
+    known, other = current(lab, session).names, lab.get("other")
+    text = b"".join(known[i] for i in session["ids"]).decode("utf-8", "replace")
+    for told, names, ids in (
+        (a, known, session["ids"]),
+        (b, other.names, lab.encode(other, [], text)),
+    ):
+        whole = "".join(demo_app.glyph({"bytes": list(names[i])}) for i in ids)
+        assert told.removeprefix("…") == whole[-60:]
+
+
+def test_what_nobody_foresaw_is_one_sentence(capsys):
+    """Another error is told on the page without its text, and in full in the terminal."""
+
+    def work():
+        raise RuntimeError("secret")
+
+    with pytest.raises(demo_app.gr.Error) as error:
+        demo_app.refusing(work)()
+    one_sentence(types.SimpleNamespace(value=error.value.message), "RuntimeError")
+    assert "secret" not in error.value.message and "secret" in capsys.readouterr().err
+
+
+def test_a_run_that_goes_on(runs, tmp_path):
+    """--checkpoint names a run: its last checkpoint counts, also after the first one is gone."""
+    run = tmp_path / "run"
+    make(run)
+    lab = Lab(run)
+    first = lab.get("run")
+    make(run, step="step-2", seed=3)
+    shutil.rmtree(run / "step-1")
+    second = lab.get("run")
+    assert second is not first and lab.get("run") is second

@@ -876,3 +876,17 @@ def test_a_real_class(tmp_path, monkeypatch):
     finally:
         classroom.stop()
     assert set(states(classroom).values()) == {"stopped"}
+
+
+@pytest.mark.parametrize("host", ["203.0.113.9", "no-such-host.invalid"])
+def test_a_host_that_is_not_here(host, monkeypatch):
+    """An address of another machine, or a name that nobody has, is about --host, not the port."""
+
+    def unknown(*args, **kwargs):
+        raise socket.gaierror(-2, "Name or service not known")
+
+    if host.endswith("invalid"):  # no look-up leaves this machine
+        monkeypatch.setattr(socket.socket, "bind", unknown)
+    with pytest.raises(ValueError) as error:
+        demo_app.free_port(host, None)
+    one_sentence(error, "--host", host)

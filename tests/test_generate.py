@@ -441,3 +441,21 @@ def test_log_probs_are_ordinary_tensors(model):
     """A batch's log P need no gradient, but may be used where gradients are."""
     (_, log_p), *_ = model.generate([[3, 9], [1, 4]], 2, seed=0, return_log_probs=True)
     assert not log_p.is_inference() and not log_p.requires_grad
+
+
+def test_a_finished_row_has_log_p_0():
+    """After its stop a row yields the pad, and 0: nothing is drawn for it any more."""
+    model, prompts = build(), [[3, 9], [7, 1]]
+    ends = [next(model.generate(prompt, 1, temperature=0)) for prompt in prompts]
+    assert ends[0] != ends[1]
+    (_, first), (pads, second) = model.generate(
+        prompts, 2, temperature=0, stop=ends[0], return_log_probs=True
+    )
+    assert pads[0] == PAD and second[0] == 0 and second[1] < 0 and max(first) < 0
+
+
+def test_greedy_draws_nothing(model):
+    """Temperature 0 leaves PyTorch's own generator as it was."""
+    before = torch.get_rng_state()
+    list(model.generate([3, 9, 1], 4, temperature=0))
+    assert torch.equal(torch.get_rng_state(), before)
