@@ -637,7 +637,7 @@ def test_pointing_at_a_row_shows_its_arithmetic(shown, romeo):
     i = romeo.scores.topk(10).indices[3].item()
     page.locator("#probability tbody tr").nth(3).hover()
     logs = [romeo.log_p[j, b].item() for j, b in enumerate(romeo.hash_map[i])]
-    text = page.locator(line).inner_text().replace("−", "-")
+    text = page.locator(line).inner_text().partition(":")[2].replace("−", "-")
     found = list(map(float, re.findall(r"[-+]?\d+\.?\d*(?:e-\d+)?", text)))
     assert found[:4] == pytest.approx(logs, abs=6e-4)
     assert found[4] == pytest.approx(sum(found[:4]), abs=3e-3)
