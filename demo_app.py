@@ -203,11 +203,11 @@ def facts(model):
     """What holds for the whole vocabulary: sizes, bucket loads, close pairs, a re-hash."""
     config, found = model.config, {"parameters": model.num_parameters()}
     found |= {"V": config.vocab_size, "D": config.hidden_size, "model": config.model}
-    found |= {"window": config.max_position_embeddings, "objective": config.objective}
+    found |= {"window": config.max_position_embeddings}
     if config.model != "mhf":
         return found
     table, H, B = model.signatures, config.num_hashes, config.num_buckets
-    found |= {"H": H, "B": B, "signatures": B**H, "rehashed": len(table.rehashed)}
+    found |= {"H": H, "B": B, "rehashed": len(table.rehashed)}
     hashed = table.ids.any(-1)  # (V,): neither the pad nor unused ids
     real = table.ids[hashed].numpy()  # (tokens, H)
     n, p = len(real), 1 / (B - 1)
@@ -712,11 +712,8 @@ def chart(series, x_label, y_label, log=False):
     x_ticks, y_ticks = _ticks(x0, x1, log), _ticks(y0, y1, log)
     return {
         "lines": [
-            {
-                "name": name,
-                "points": " ".join(f"{place_x(x):.1f},{place_y(y):.1f}" for x, y in line),
-            }
-            | {"end": (place_x(line[-1][0]), place_y(line[-1][1])), "last": line[-1]}
+            {"name": name, "last": line[-1]}
+            | {"points": " ".join(f"{place_x(x):.1f},{place_y(y):.1f}" for x, y in line)}
             for name, line in series.items()
             if line
         ],
