@@ -712,9 +712,9 @@ def chart(series, x_label, y_label, log=False):
     x_ticks, y_ticks = _ticks(x0, x1, log), _ticks(y0, y1, log)
     return {
         "lines": [
-            {"name": name, "last": line[-1]}
+            {"name": name, "last": line[-1], "style": k}
             | {"points": " ".join(f"{place_x(x):.1f},{place_y(y):.1f}" for x, y in line)}
-            for name, line in series.items()
+            for k, (name, line) in enumerate(series.items())
             if line
         ],
         "x_ticks": [(place_x(x), _short(x)) for x in x_ticks],
@@ -830,11 +830,11 @@ MACROS = """
 <text x="{{ x }}" y="245" text-anchor="middle">{{ text }}</text>{% endfor %}
 {% for y, text in c.y_ticks %}<line x1="60" x2="590" y1="{{ y }}" y2="{{ y }}" class="grid"/>
 <text x="55" y="{{ y + 4 }}" text-anchor="end">{{ text }}</text>{% endfor %}
-{% for l in c.lines %}<polyline points="{{ l.points }}" class="line s{{ loop.index0 }}"/>
+{% for l in c.lines %}<polyline points="{{ l.points }}" class="line s{{ l.style }}"/>
 {% endfor %}<text x="325" y="271" text-anchor="middle">{{ c.x_label }}</text></svg>
 <p class="legend">{{ c.y_label }}: {% for l in c.lines %}<span>
 <svg viewBox="0 0 30 8" aria-hidden="true"><polyline points="0,4 30,4"
- class="line s{{ loop.index0 }}"/></svg> {{ l.name }}</span> {% endfor %}</p>
+ class="line s{{ l.style }}"/></svg> {{ l.name }}</span> {% endfor %}</p>
 {% endmacro %}
 {% macro tries_list(tries, H) %}<ol class="tries">
 {% for t in tries %}<li>seed {{ t.seed }}{{ " (the last function's own)" if t.seed == H - 1 }}:
@@ -1443,11 +1443,13 @@ def view_train(status):
     """View 8: both runs' losses and numbers."""
     names = {"mhf": "MultiHashFormer", "standard": "standard, V × D"}
     runs = [run | {"name": names[run["name"]]} for run in status]
-    series = {run["name"]: run["curve"] for run in runs if run["curve"]}
+    series = {run["name"]: run["curve"] for run in runs}
     for run in runs:
         for key in ("loss", "perplexity", "top1", "valid_mass", "tokens_per_second"):
             value = float(run.get(key) or "nan")  # the standard model has no valid mass
-            run[key] = "–" if math.isnan(value) else f"{value:,.4g}"
+            run[key] = (
+                "–" if math.isnan(value) else f"{value:,.0f}" if value > 999 else f"{value:.4g}"
+            )
     return {"runs": runs, "curve": chart(series, "step", "training loss")}
 
 
