@@ -564,10 +564,15 @@ def view_cascade(trace):
     }
 
 
+def calibrated(trace):
+    """score / τ of every token (V,); −inf for unused ids."""
+    scores = torch.tensor([-math.inf if s is None else s for s in trace["scores"]])  # (V,)
+    return scores / trace["calibration"]
+
+
 def sampling(trace, temperature, top_k, top_p):
     """{token id: probability} of what `generate` would draw from, by mhf's own function."""
-    scores = torch.tensor([-math.inf if s is None else s for s in trace["scores"]])  # (V,)
-    logits = (scores / trace["calibration"]).unsqueeze(0)
+    logits = calibrated(trace).unsqueeze(0)  # (1, V)
     mhf.check_sampling(temperature, int(top_k) or None, top_p, 1)
     weights, ids = mhf.sampling_weights(logits, temperature, int(top_k) or None, top_p)
     weights = weights[0] / weights.sum()
@@ -747,8 +752,7 @@ def view_compare(a, b, names_a, names_b, label_a, label_b):
     """View 9: the next tokens of two traces in the same columns, and their difference."""
     both, tops = [], []
     for trace in (a, b):
-        scores = torch.tensor([-math.inf if s is None else s for s in trace["scores"]])
-        p = (scores / trace["calibration"]).softmax(-1)
+        p = calibrated(trace).softmax(-1)  # (V,)
         both.append((p, p.argsort(descending=True).argsort() + 1))
     same = names_a == names_b
     known = {raw: i for i, raw in enumerate(names_b) if raw is not None}

@@ -89,6 +89,42 @@ def build(H=3, B=6, V=20, num_lsh=0, unassigned=(), seed=4, standard=False, **fi
     return model.eval()
 
 
+def random_checkpoint(
+    folder, words, unused=0, standard=False, tokenizer=True, seed=0, max_position_embeddings=64,
+    **fields,
+):  # fmt: skip
+    """A checkpoint folder with a tiny model of a tokenizer's words, and `unused` ids behind them.
+
+    Its random weights are large enough that no distribution is flat.
+    """
+    fields = dict(num_hashes=3, num_buckets=64, calibration=1.25) | fields
+    config = Config(
+        vocab_size=len(words) + unused,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        intermediate_size=16,
+        bottle_neck_dim=4,
+        max_position_embeddings=max_position_embeddings,
+        initializer_range=0.3,
+        pad_token_id=words.eot,
+        **fields,
+    )
+    torch.manual_seed(seed)
+    if standard:
+        model = Transformer(config)
+    else:
+        shape = config.num_hashes, config.num_buckets, config.num_lsh
+        table = SignatureTable(*shape, allow_collisions=config.shares_signatures)
+        table.extend(words.all_bytes() + [None] * unused, pad_id=words.eot)
+        model = MultiHashFormer(config, table)
+    model.save_pretrained(folder)
+    if tokenizer:
+        words.save(folder)
+    return folder
+
+
 @pytest.fixture(params=[False, True], ids=["mhf", "standard"])
 def model(request):
     """A tiny model of either class."""

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FIXTURES, close, one_sentence
+from conftest import FIXTURES, close, one_sentence, random_checkpoint
 
 import demo_app
 import mhf
@@ -58,35 +58,9 @@ def other_tokenizer():
     return mhf.Tokenizer.train("zebra yak " * 99 + TEXT, 300)
 
 
-def make(
-    run, step="step-1", words=tokenizer, standard=False, unused=0, seed=0, keep_words=True, **fields
-):
-    """A run folder with a tiny checkpoint of random weights, large enough for no flat softmax."""
-    fields = dict(num_hashes=3, num_buckets=64, calibration=1.25) | fields
-    config = mhf.Config(
-        vocab_size=len(words()) + unused,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=16,
-        bottle_neck_dim=4,
-        max_position_embeddings=WINDOW,
-        initializer_range=0.3,
-        pad_token_id=words().eot,
-        **fields,
-    )
-    torch.manual_seed(seed)
-    if standard:
-        model = mhf.Transformer(config)
-    else:
-        shape = config.num_hashes, config.num_buckets, config.num_lsh
-        table = mhf.SignatureTable(*shape, allow_collisions=config.shares_signatures)
-        table.extend(words().all_bytes() + [None] * unused, pad_id=words().eot)
-        model = mhf.MultiHashFormer(config, table)
-    model.save_pretrained(run / step)
-    if keep_words:
-        words().save(run / step)
+def make(run, step="step-1", words=tokenizer, **fields):
+    """A run folder whose last checkpoint is a `random_checkpoint`."""
+    random_checkpoint(run / step, words(), max_position_embeddings=WINDOW, **fields)
     (run / "last").write_text(step + "\n", encoding="utf-8")
     return run
 
@@ -99,7 +73,7 @@ KINDS = {  # the first is the one that most tests use
     "single": {"num_hashes": 1},
     "lsh": {"num_hashes": 2, "num_lsh": 2},
     "half-lsh": {"num_lsh": 1},
-    "untokenized": {"keep_words": False},
+    "untokenized": {"tokenizer": False},
     "standard": {"standard": True},
 }
 HASHED = [kind for kind in KINDS if kind != "standard"]

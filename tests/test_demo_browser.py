@@ -21,6 +21,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import random_checkpoint
 
 import mhf
 
@@ -145,24 +146,7 @@ def server(tmp_path_factory):
 def other_checkpoint(run, tokenizer=True):
     """A run with a tiny random model and perhaps a tokenizer of its own."""
     words = mhf.Tokenizer.train(ROMEO * 20, 280)
-    config = mhf.Config(
-        vocab_size=len(words),
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=16,
-        bottle_neck_dim=4,
-        num_hashes=3,
-        num_buckets=64,
-        max_position_embeddings=64,
-        pad_token_id=words.eot,
-    )
-    signatures = mhf.SignatureTable(3, 64)
-    signatures.extend(words.all_bytes(), pad_id=words.eot)
-    mhf.MultiHashFormer(config, signatures).save_pretrained(run / "step-1")
-    if tokenizer:
-        words.save(run / "step-1")
+    random_checkpoint(run / "step-1", words, tokenizer=tokenizer)
     (run / "last").write_text("step-1\n")
 
 

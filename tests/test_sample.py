@@ -13,6 +13,7 @@ from unicodedata import east_asian_width
 
 import pytest
 import torch
+from conftest import random_checkpoint
 
 import mhf
 import sample
@@ -25,35 +26,10 @@ WORDS = TEXT + "漢字仮名交じり文の例 " * 40 + "éééé 🙂🙂 \u200
 WINDOW = 16
 
 
-def save(folder, standard=False, tokenizer=True, extra_ids=0):
-    """A tiny checkpoint with random weights, large enough that no distribution is flat."""
-    torch.manual_seed(0)
+def save(folder, **how):
+    """A `random_checkpoint` of the words of these tests."""
     words = mhf.Tokenizer.train(WORDS, 340)
-    config = mhf.Config(
-        vocab_size=len(words) + extra_ids,
-        hidden_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=16,
-        bottle_neck_dim=4,
-        num_hashes=3,
-        num_buckets=64,
-        max_position_embeddings=WINDOW,
-        initializer_range=0.3,
-        pad_token_id=words.eot,
-        calibration=1.25,
-    )
-    if standard:
-        model = mhf.Transformer(config)
-    else:
-        signatures = mhf.SignatureTable(3, 64)
-        signatures.extend(words.all_bytes(), pad_id=words.eot)
-        model = mhf.MultiHashFormer(config, signatures)
-    model.save_pretrained(folder)
-    if tokenizer:
-        words.save(folder)
-    return folder
+    return random_checkpoint(folder, words, max_position_embeddings=WINDOW, **how)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +49,7 @@ def checkpoint(run_folder):
 @pytest.fixture(scope="module")
 def standard(tmp_path_factory):
     """A standard Transformer with more ids than its tokenizer has tokens."""
-    return save(tmp_path_factory.mktemp("standard"), standard=True, extra_ids=5)
+    return save(tmp_path_factory.mktemp("standard"), standard=True, unused=5)
 
 
 @pytest.fixture(scope="module")
