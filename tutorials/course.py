@@ -1,0 +1,326 @@
+"""What the tutorials and experiments share: data, a short training loop, measures, pictures."""
+
+import ast
+import itertools
+import re
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # mhf.py and train.py stand there
+
+import mhf  # noqa: E402
+import train  # noqa: E402
+
+CHECKPOINT = ROOT / "tutorials" / "checkpoint"  # small, trained; the demo opens with it, too
+
+# ---------------------------------------------------------------------------------------------
+# Data
+# ---------------------------------------------------------------------------------------------
+
+DJANGO = train.Archive(
+    "Django==5.2.8",
+    "django-5.2.8-py3-none-any.whl",
+    "37e687f7bd73ddf043e2b6b97cfe02fcbb11f2dbb3adccc6a2b18c6daa054d7f",
+    "8 MB, a web framework whose sentences are translated into many languages",
+    "put it into {cache}",
+)
+GENSIM = train.Archive(
+    "gensim==4.4.0",
+    "gensim-4.4.0.tar.gz",
+    "a3f5b626da5518e79a479140361c663089fe7998df8ba52d56e1ded71ac5bdf5",
+    "23 MB, a library whose tests hold human judgements of similarity",
+    "put it into {cache}, or name a file of your own",
+)
+SIMILARITIES = {"wordsim353": "wordsim353.tsv", "simlex999": "simlex999.txt"}
+
+# pip asks a source distribution's build backend for its name before it hands the archive out.
+# This one answers instead, so that no code of the archive runs and nothing needs to be built.
+BACKEND = """
+import pathlib, sys
+
+def prepare_metadata_for_build_wheel(folder, settings=None):
+    about = pathlib.Path(folder) / "{name}-{version}.dist-info"
+    about.mkdir()
+    text = "Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n"
+    (about / "METADATA").write_text(text)
+    return about.name
+
+build_wheel, __legacy__ = None, sys.modules[__name__]
+"""
+
+
+def fetch_source(archive, folder):
+    """`train.fetch` for a source distribution (.tar.gz)."""
+    name, version = archive.requirement.split("==")
+    stub = folder / "stub"
+    (stub / "setuptools").mkdir(parents=True)
+    (stub / "setuptools" / "__init__.py").touch()
+    backend = BACKEND.format(name=name, version=version)
+    (stub / "setuptools" / "build_meta.py").write_text(backend, encoding="utf-8")
+    flags = "--no-binary=:all:", "--no-build-isolation"
+    train.fetch(archive, folder, *flags, PYTHONPATH=str(stub))
+
+
+def read_po(text):
+    """The pairs (English, translation) of a gettext catalogue (.po); untranslated ones left out.
+
+    A plural gives a pair for each of its forms; doubtful translations (fuzzy) are left out, too.
+    """
+    for entry in re.split(r"\n\s*\n", text):
+        found, key = {}, None
+        if re.search("^#,.*fuzzy", entry, re.MULTILINE):
+            continue
+        for line in entry.splitlines():
+            if begun := re.match(r'(msgid|msgid_plural|msgstr)(?:\[\d+\])? +(?=")', line):
+                key = begun[0].strip()
+                found[key], line = "", line[begun.end() :]
+            if line.startswith('"') and key:
+                found[key] += ast.literal_eval(line)
+        forms = [v for k, v in found.items() if k.startswith("msgstr") and v]
+        if found.get("msgid"):  # the empty one is the catalogue's header
+            yield from ((found["msgid"], form) for form in forms)
+
+
+def django(language):
+    """User-interface sentences of Django in a language (ar, hi, zh_Hans, en, …), each once."""
+    with train.fetched(DJANGO) as path, zipfile.ZipFile(path) as archive:
+        there = re.compile(r".*/locale/([^/]+)/LC_MESSAGES/django\.po$")
+        names = {n: m[1] for n in sorted(archive.namelist()) if (m := there.match(n))}
+        if language != "en" and language not in names.values():
+            known = ", ".join(sorted(set(names.values())))
+            raise ValueError(f"Django has no language {language!r}; it has {known}")
+        source = "de" if language == "en" else language  # English stands beside a translation
+        texts = [archive.read(n).decode("utf-8") for n, of in names.items() if of == source]
+    pairs = itertools.chain(*map(read_po, texts))
+    return list(dict.fromkeys(pair[language != "en"].strip() for pair in pairs))
+
+
+def read_similarities(text, name="the text"):
+    """[(word, word, score)] from lines `word TAB word TAB score`.
+
+    So WordSim-353, SimLex-999 and Card-660 are written. Lines that start with # and a heading (a
+    first line whose score is no number) are passed over.
+    """
+    pairs = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        try:
+            one, two, score = line.split("\t")[:3]
+            pairs.append((one.strip(), two.strip(), float(score)))
+        except ValueError:
+            if number > 1:
+                raise ValueError(
+                    f"{name}, line {number}: {line!r} is not word, word and score between tabs"
+                ) from None
+    if not pairs:
+        raise ValueError(f"{name} has no line of word, word and score between tabs")
+    return pairs
+
+
+def similarities(name):
+    """Human judgements of similarity: wordsim353, simlex999, or the path of a file like them."""
+    if name not in SIMILARITIES:
+        return read_similarities(train.read_text(name), name)
+    with train.fetched(GENSIM, fetch_source) as path, tarfile.open(path) as archive:
+        file = archive.extractfile(f"gensim-4.4.0/gensim/test/test_data/{SIMILARITIES[name]}")
+        return read_similarities(file.read().decode("utf-8"), name)
+
+
+# ---------------------------------------------------------------------------------------------
+# Models
+# ---------------------------------------------------------------------------------------------
+
+
+def shipped():
+    """The small trained model that comes with the project, and its tokenizer."""
+    model = mhf.load(CHECKPOINT).requires_grad_(False)
+    return model, mhf.Tokenizer.load(CHECKPOINT)
+
+
+def corpus(tokenizer=str(CHECKPOINT / "tokenizer.tiktoken"), data=None):
+    """Shakespeare (or other data), split and tokenised as train.py does."""
+    return train.prepare(train.Settings(data=data, tokenizer=tokenizer))
+
+
+def extended(tokenizer, text, size):
+    """A tokenizer with `size` more tokens, which a byte-pair encoding of the text finds.
+
+    The old tokens keep their ids and are merged first; no new one is ASCII, so that English is cut
+    as before. The new tokens take the ids behind.
+    """
+    encoding, wanted = tokenizer.encoding, 257 + size
+    old = encoding._mergeable_ranks
+    while True:
+        ranks = mhf.Tokenizer.train(text, wanted).encoding._mergeable_ranks
+        new = [t for t in ranks if t not in old and not t.isascii()]
+        if len(new) >= size:
+            break
+        wanted += size - len(new)
+    ranks = old | {token: len(tokenizer) + i for i, token in enumerate(new[:size])}
+    name = f"{encoding.name}+{size}"
+    return mhf.Tokenizer(name, encoding._pat_str, ranks, encoding._special_tokens)
+
+
+def fit(model, ids, steps, seed=0, learning_rate=1e-3, rows=8, objective=None, every=None):
+    """Train on token ids for a few steps, as train.py does: AdamW, warm-up, cosine, clipping.
+
+    rows: sequences of the context's length in a step. Yields (step, loss) of each.
+    """
+    settings = train.Settings(steps=steps, learning_rate=learning_rate)
+    optimizer = train.make_optimizer(model, settings, torch.device("cpu"))
+    T, objective = model.config.max_position_embeddings, objective or model.config.objective
+    model.train().requires_grad_(True)
+    for step in range(1, steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = train.learning_rate(step, settings)
+        x, y = train.batch(ids, seed, step, rows, T)
+        loss = model.loss(x, y, objective, head="lean")
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        yield step, loss.item()
+    model.eval().requires_grad_(False)
+
+
+# ---------------------------------------------------------------------------------------------
+# Measures
+# ---------------------------------------------------------------------------------------------
+
+LAST_WORD = re.compile(r" ([^\W\d_]+)(?=[.?!]\s)")
+
+
+def last_words(ids, tokenizer, window, count):
+    """The question of LAMBADA put to any text: which is the last word of this sentence?
+
+    ids: token ids of a text; `count` sentence ends are taken, evenly spread. Returns pairs (ids of
+    the context, ids of the word), together at most `window` long, the context at least half of it.
+    """
+    text = tokenizer.decode(ids)
+    reach = 8 * window  # characters that are sure to hold the window
+    ends = [m for m in LAST_WORD.finditer(text) if m.start() >= reach]
+    if not ends:
+        raise ValueError(f"the text of {len(text):,} characters is too short for last words")
+    chosen, passages = np.unique(np.linspace(0, len(ends) - 1, count).round().astype(int)), []
+    for end in (ends[i] for i in chosen):
+        word = tokenizer.encode(end[0])
+        context = tokenizer.encode(text[end.start() - reach : end.start()])
+        passages.append((context[-(window - len(word)) :], word))
+    return passages
+
+
+@torch.no_grad()
+def last_word_accuracy(model, passages, rows=16):
+    """The share of passages whose last word, all its tokens, is what the model finds likeliest."""
+    right = 0
+    for start in range(0, len(passages), rows):
+        batch = passages[start : start + rows]
+        length = max(len(context) + len(word) for context, word in batch)
+        ids = torch.zeros(
+            len(batch), length, dtype=torch.long
+        )  # what follows a row changes nothing
+        for row, (context, word) in zip(ids, batch):
+            row[: len(context) + len(word)] = torch.tensor(context + word)
+        h = model(ids)  # (rows, T, D)
+        for states, (context, word) in zip(h, batch):
+            at = slice(len(context) - 1, len(context) + len(word) - 1)
+            right += model.token_scores(states[at]).argmax(-1).tolist() == list(word)
+    return right / len(passages)
+
+
+@torch.no_grad()
+def word_states(model, tokenizer, words):
+    """{layer: (W, D)}: what the model makes of each word, read alone; the mean over its tokens.
+
+    input: the input vectors; penultimate: the output of the last block but one; last: the states
+    after the final norm.
+    """
+    found = {"input": [], "penultimate": [], "last": []}
+    for word in words:
+        ids = torch.tensor([tokenizer.encode(" " + word)])
+        states, outputs = model(ids, return_layers=True)
+        layers = model.embed(ids), outputs[-2], states
+        for name, layer in zip(found, layers):
+            found[name].append(layer[0].mean(0))  # (D,)
+    return {name: torch.stack(rows) for name, rows in found.items()}
+
+
+def ranks(values):
+    """Ranks from 0; equal values share the mean of theirs."""
+    _, group, size = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(size) - (size + 1) / 2)[group]
+
+
+def pearson(x, y):
+    return float(np.corrcoef(x, y)[0, 1])
+
+
+def spearman(x, y):
+    return pearson(ranks(x), ranks(y))
+
+
+def interval(measure, x, y, draws=1000, seed=0):
+    """95% confidence interval of measure(x, y): the pairs are drawn anew (bootstrap)."""
+    rng, x, y = np.random.default_rng(seed), np.asarray(x), np.asarray(y)
+    chosen = rng.integers(0, len(x), (draws, len(x)))
+    values = [measure(x[i], y[i]) for i in chosen]
+    return [float(v) for v in np.nanpercentile(values, [2.5, 97.5])]
+
+
+# ---------------------------------------------------------------------------------------------
+# Pictures
+# ---------------------------------------------------------------------------------------------
+
+# Okabe and Ito's colours, which stay apart for the colour-blind and in grey.
+BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK = (
+    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000",
+)  # fmt: skip
+COLOURS = [BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, BLACK]
+STYLE = {
+    "axes.prop_cycle": f"cycler('color', {COLOURS})",
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.facecolor": "white",  # opaque: to be read on a dark page, too
+    "figure.constrained_layout.use": True,
+    "figure.dpi": 100,
+    "image.cmap": "cividis",
+    "legend.frameon": False,
+}
+
+
+def in_notebook():
+    return "ipykernel" in sys.modules
+
+
+def pyplot():
+    """matplotlib's pyplot in the style of the course; without a window where there is none."""
+    import matplotlib
+
+    if not in_notebook():
+        matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update(STYLE)
+    return plt
+
+
+def show(figure, name):
+    """Show a picture: in the notebook, or as a file runs/tutorials/NAME.png whose path is told."""
+    plt = pyplot()
+    if in_notebook():
+        from IPython.display import display
+
+        display(figure)
+    else:
+        path = ROOT / "runs" / "tutorials" / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path)
+        print(f"picture: {path}")
+    plt.close(figure)
