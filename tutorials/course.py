@@ -2,10 +2,12 @@
 
 import ast
 import itertools
+import math
 import re
 import sys
 import tarfile
 import zipfile
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -168,20 +170,22 @@ def extended(tokenizer, text, size):
     return mhf.Tokenizer(name, encoding._pat_str, ranks, encoding._special_tokens)
 
 
-def fit(model, ids, steps, seed=0, learning_rate=1e-3, rows=8, objective=None, every=None):
-    """Train on token ids for a few steps, as train.py does: AdamW, warm-up, cosine, clipping.
+def fit(model, ids, steps, seed=0, learning_rate=1e-3, rows=8, objective=None):
+    """Train for a few steps, as train.py does: AdamW, warm-up, cosine, clipping; float32.
 
+    ids: token ids of a text, or a list of several texts' that share the rows of a step equally;
     rows: sequences of the context's length in a step. Yields (step, loss) of each.
     """
     settings = train.Settings(steps=steps, learning_rate=learning_rate)
     optimizer = train.make_optimizer(model, settings, torch.device("cpu"))
-    T, objective = model.config.max_position_embeddings, objective or model.config.objective
+    texts, T = ids if isinstance(ids, list) else [ids], model.config.max_position_embeddings
     model.train().requires_grad_(True)
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = train.learning_rate(step, settings)
-        x, y = train.batch(ids, seed, step, rows, T)
-        loss = model.loss(x, y, objective, head="lean")
+        parts = [train.batch(text, seed, step, rows // len(texts), T) for text in texts]
+        x, y = (torch.cat(part) for part in zip(*parts))  # (rows, T)
+        loss = model.loss(x, y, objective or model.config.objective, head="lean")
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
         optimizer.step()
@@ -194,6 +198,37 @@ def fit(model, ids, steps, seed=0, learning_rate=1e-3, rows=8, objective=None, e
 # Measures
 # ---------------------------------------------------------------------------------------------
 
+
+@torch.no_grad()
+def predictions(model, ids, windows=None):
+    """Yields (scores (M, V), targets (M,)) of the windows of a text, each of the context's length.
+
+    windows: how many, evenly spread; None: all, so that every token but the first is a target.
+    """
+    T, ids = model.config.max_position_embeddings, np.asarray(ids[:], dtype=np.int64)
+    starts = np.arange(0, len(ids) - 1, T)
+    if windows and windows < len(starts):
+        starts = starts[np.linspace(0, len(starts) - 1, windows).astype(int)]
+    for start in starts:
+        row = torch.from_numpy(ids[start : start + T + 1])
+        yield model.token_scores(model(row[None, :-1])[0]), row[1:]
+
+
+def nats(model, ids, tau=None, windows=None):
+    """(Σ −log P of the tokens of a text in nats, their number); τ None: as the model has it."""
+    total, count, tau = 0.0, 0, tau or model.config.calibration
+    for scores, targets in predictions(model, ids, windows):
+        total += torch.nn.functional.cross_entropy(scores / tau, targets, reduction="sum").item()
+        count += len(targets)
+    return total, count
+
+
+def bits_per_byte(model, tokenizer, text):
+    """Bits that the model needs for a byte of the text, calibrated as it is."""
+    total, _ = nats(model, np.array(tokenizer.encode(text)))
+    return total / math.log(2) / len(text.encode("utf-8"))
+
+
 LAST_WORD = re.compile(r" ([^\W\d_]+)(?=[.?!]\s)")
 
 
@@ -203,7 +238,7 @@ def last_words(ids, tokenizer, window, count):
     ids: token ids of a text; `count` sentence ends are taken, evenly spread. Returns pairs (ids of
     the context, ids of the word), together at most `window` long, the context at least half of it.
     """
-    text = tokenizer.decode(ids)
+    text = tokenizer.decode(ids[:])
     reach = 8 * window  # characters that are sure to hold the window
     ends = [m for m in LAST_WORD.finditer(text) if m.start() >= reach]
     if not ends:
@@ -233,6 +268,12 @@ def last_word_accuracy(model, passages, rows=16):
             at = slice(len(context) - 1, len(context) + len(word) - 1)
             right += model.token_scores(states[at]).argmax(-1).tolist() == list(word)
     return right / len(passages)
+
+
+def word_counts(corpus):
+    """How often the training text has each word, in small letters."""
+    text = corpus.tokenizer.decode(corpus.training[:])
+    return Counter(re.findall(r"[^\W\d_]+", text.lower()))
 
 
 @torch.no_grad()
