@@ -59,6 +59,8 @@ def json_file(path, kind, vocab_size=310):
         encoder.pre_tokenizer = pre.Metaspace(prepend_scheme="always")
         parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         encoder.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+        begin = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
+        encoder.post_processor = begin  # Mistral's file asks for it, encode leaves it out
         special, first = special + [f"<0x{byte:02X}>" for byte in range(256)], []
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=special, initial_alphabet=first, show_progress=False
@@ -174,6 +176,15 @@ def test_special_tokens_show_their_names(tokenizer):
     assert [tokenizer.token_bytes(i) for i in range(4)] == [b"<unk>", b"<s>", b"</s>", b"[INST]"]
     other = variant(tokenizer, [*tokenizer.pieces[:3], "<▁x>", *tokenizer.pieces[4:]])
     assert other.token_bytes(3) == "<▁x>".encode()
+
+
+def test_only_whole_pieces_are_bytes(tokenizer):
+    """<0x41> is the byte A in a vocabulary with byte fallback, and text in a byte-level one."""
+    pieces = ["<0x41>", "<0x41>x", "x<0x41>", "<0x4>", "<0xg1>"]
+    other = variant(tokenizer, [*tokenizer.pieces[:-5], *pieces])
+    expected = [piece.encode() for piece in pieces]
+    expected[0] = expected[0] if tokenizer.byte_level else b"A"
+    assert [other.token_bytes(i) for i in range(305, 310)] == expected
 
 
 def test_hashed_bytes_are_the_pieces(tokenizer):
@@ -429,11 +440,12 @@ def test_sample_begins_a_new_word_with_a_blank(checkpoint, file, tokenizer, call
 
 
 def test_sample_takes_the_tokenizer_beside_the_checkpoint(checkpoint, file, call, tmp_path):
-    """Without --tokenizer a tokenizer.json or SentencePiece model in the checkpoint is used."""
+    """A tokenizer.json or SentencePiece model in the checkpoint is used, but for --tokenizer."""
     folder = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     shutil.copy(file, folder)
     expected = call(checkpoint=checkpoint, tokenizer=file, prompt="the", max_new_tokens=9)[:2]
     assert call(checkpoint=folder, prompt="the", max_new_tokens=9)[:2] == expected
+    assert call(checkpoint=folder, tokenizer=tmp_path)[0] == 2  # which holds none
 
 
 def test_sample_without_a_tokenizer_says_how_to_name_one(checkpoint, call):
