@@ -30,6 +30,7 @@ import functools
 import itertools
 import json
 import os
+import re
 import struct
 import sys
 import tempfile
@@ -1535,6 +1536,10 @@ def _save(model, folder, dtype):
 
 def find_checkpoint(name, revision=None):
     """The folder of a checkpoint: itself, the last one of a run, or the download of a hub id."""
+    return _find_folder(name, revision, "checkpoint folder", ["*.safetensors", "tokens.txt"])
+
+
+def _find_folder(name, revision, what, wanted=()):
     folder = Path(name)
     if (folder / "last").is_file():
         folder = folder / (_read_text(folder / "last").strip() or "?")
@@ -1544,11 +1549,11 @@ def find_checkpoint(name, revision=None):
         return folder
     owner, _, repository = str(name).partition("/")
     if not repository or "/" in repository or Path(owner).exists():
-        raise ValueError(f"there is no checkpoint folder {name}")
+        raise ValueError(f"there is no {what} {name}")
     from huggingface_hub import snapshot_download
 
+    wanted = ["*.json", "*.tiktoken", "*.model", "*.model.v*", *wanted]
     try:
-        wanted = ["*.json", "*.safetensors", "*.tiktoken", "tokens.txt"]
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=wanted))
     except Exception as error:
         raise ValueError(
@@ -1585,23 +1590,38 @@ def _stored_signatures(config, ids, folder):
         if duplicates:
             print(f"{folder}: {duplicates} tokens share another's signature", file=sys.stderr)
         return table
-    shared = config.shares_signatures or duplicates > 0
-    made = SignatureTable(config.num_hashes, config.num_buckets, config.num_lsh, shared)
     try:
         lines = _read_text(file).splitlines()
         tokens = [None if line == "-" else base64.b64decode(line, validate=True) for line in lines]
-        if len(tokens) != len(ids):
-            raise ValueError(f"{len(tokens)} lines for {len(ids)} tokens")
-        made.extend(tokens, config.pad_token_id)
+        table = _register_again(table, tokens, config)
     except ValueError as error:
         table.locked = f"{file} does not belong to the signatures stored beside it: {error}"
-    else:
-        if torch.equal(made.ids, ids):
-            return made
-        table.tokens, different = tokens, int((made.ids != ids).any(-1).sum())
-        table.locked = f"{different} of {len(ids)} signatures differ from what this code makes"
-    print(f"{folder}: {table.locked}; the stored ones are used", file=sys.stderr)
+    if table.locked:
+        print(f"{folder}: {table.locked}; the stored ones are used", file=sys.stderr)
     return table
+
+
+def _register_again(stored, tokens, config):
+    """A new table of the tokens if it has the stored ids; else the stored one, locked.
+
+    Where the stored table has duplicates, nothing is re-hashed in the new one. Raises ValueError,
+    and changes nothing, if these cannot be its tokens: most of them have other ids where neither a
+    re-hash (of the last id) nor random numbers (of the LSH ids) may have made a difference.
+    """
+    H, shared = config.num_hashes, config.shares_signatures or stored.stats()["duplicates"] > 0
+    if len(tokens) != len(stored):
+        raise ValueError(f"{len(tokens)} tokens for {len(stored)} signatures")
+    made = SignatureTable(H, config.num_buckets, config.num_lsh, shared)
+    made.extend(tokens, stored.pad_id)
+    different = made.ids != stored.ids  # (V, H)
+    if not different.any():
+        return made
+    found = f"{int(different.any(-1).sum())} of {len(tokens)} signatures differ"
+    if different[:, config.num_lsh : max(1, H - 1)].any(-1).sum() > len(tokens) / 2:
+        raise ValueError(found)
+    rule = "what this code makes" + shared * " without re-hashing"
+    stored.tokens, stored.locked = tokens, f"{found} from {rule}"
+    return stored
 
 
 def _load(name, revision, cls=None):
@@ -1663,3 +1683,139 @@ def choose_device(name):
             f"--device {name} is not to be had on this machine; try --device auto"
         ) from None
     return device, "as asked"
+
+
+# ---------------------------------------------------------------------------------------------
+# Tokenizers of published checkpoints
+# ---------------------------------------------------------------------------------------------
+
+
+class PublishedTokenizer:
+    """A Hugging Face tokenizer.json or a SentencePiece model, with the interface of Tokenizer.
+
+    A token has two kinds of bytes. Its name, the piece ("▁the", "Ġthe", "<0x0A>"), is what the
+    authors hash: `all_bytes`. What it adds to a text (" the", a line end) is `token_bytes`.
+    Special tokens are never read out of a text, and none is added to it. Raises ValueError.
+    """
+
+    def __init__(self, file):
+        file = Path(file)
+        try:
+            self._read_json(file) if file.suffix == ".json" else self._read_model(file)
+        except ImportError as error:
+            raise ValueError(f"{file} needs another package: pip install {error.name}") from None
+        except Exception as error:  # each package has its own kinds
+            raise ValueError(f"{file} is no tokenizer: {' '.join(str(error).split())}") from None
+        ends = ("</s>", "<|endoftext|>", "<|end_of_text|>")
+        self.eot = next((self.pieces.index(end) for end in ends if end in self.pieces), None)
+        self.adds_blank = False
+        self.adds_blank = self.decode(self.encode("a")).startswith(" ")
+
+    def _read_json(self, file):
+        import tokenizers
+
+        text = _read_text(file)
+        encoder = tokenizers.Tokenizer.from_str(text)
+        encoder.no_truncation()
+        encoder.no_padding()
+        encoder.encode_special_tokens = True  # as text
+        self.encode = lambda text: encoder.encode(text, add_special_tokens=False).ids
+        size = max(encoder.get_vocab().values()) + 1
+        self.pieces = [encoder.id_to_token(i) for i in range(size)]  # None where there is a gap
+        self.special = {i for i, t in encoder.get_added_tokens_decoder().items() if t.special}
+        parts = map(json.loads(text).get, ("normalizer", "pre_tokenizer", "decoder"))
+        told = json.dumps([*parts], ensure_ascii=False)
+        self.byte_level = '"ByteLevel"' in told
+        if not self.byte_level and "▁" not in told:
+            raise ValueError("its pieces are neither byte-level nor SentencePiece's")
+
+    def _read_model(self, file):
+        import sentencepiece
+
+        encoder = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        self.encode, self.byte_level, ids = encoder.encode, False, range(len(encoder))
+        self.pieces = [encoder.id_to_piece(i) for i in ids]
+        self.special = {i for i in ids if encoder.is_control(i) or encoder.is_unknown(i)}
+
+    def __len__(self):
+        return len(self.pieces)
+
+    def decode(self, ids):
+        """The text of ids, without the blank that `encode` may put before a text.
+
+        So it is for whole texts. What continues another text is its joined token_bytes.
+        """
+        raw = b"".join(self.token_bytes(int(i)) or b"" for i in ids)
+        return raw.removeprefix(b" " * self.adds_blank).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id):
+        """The bytes a token adds to a text; None for an id that is never used."""
+        piece = self.pieces[token_id] if 0 <= token_id < len(self) else None
+        if piece is None or token_id in self.special:
+            return piece and piece.encode()
+        if self.byte_level and all(c in GPT2_BYTES for c in piece):
+            return bytes(GPT2_BYTES[c] for c in piece)
+        if not self.byte_level and re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes.fromhex(piece[3:5])
+        return (piece if self.byte_level else piece.replace("▁", " ")).encode()
+
+    def all_bytes(self):
+        """The piece of every id as UTF-8: what is hashed, so what SignatureTable.extend takes."""
+        return [piece and piece.encode() for piece in self.pieces]
+
+
+_SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that are their own letters
+_HIDDEN = sorted({*range(256)} - {*_SHOWN})  # the letters of the others start at 256
+GPT2_BYTES = {chr(b): b for b in _SHOWN} | {chr(256 + i): b for i, b in enumerate(_HIDDEN)}
+
+
+def tokenizer_file(folder):
+    """The tokenizer of a folder: ours, a tokenizer.json, a SentencePiece model; None if none is."""
+    for name in ("tokenizer.tiktoken", "tokenizer.json", "tokenizer.model"):
+        if (folder / name).is_file():
+            return folder / name
+    models = [f for f in sorted(folder.iterdir()) if re.search(r"\.model(\.v\w+)?$", f.name)]
+    if len(models) > 1:
+        names = ", ".join(file.name for file in models)
+        raise ValueError(f"{folder} holds several tokenizers, name one of them: {names}")
+    return models[0] if models else None
+
+
+def open_tokenizer(name, revision=None):
+    """A tokenizer of any kind: ours, a tokenizer.json, a SentencePiece model, one of tiktoken's.
+
+    `name` is a file, a folder, a Hugging Face hub id (of which `revision` is taken) or gpt2, ….
+    """
+    path = Path(name)
+    if not path.exists() and str(name) in tiktoken.list_encoding_names():
+        return Tokenizer.named(str(name))
+    if not path.is_file():
+        path = tokenizer_file(_find_folder(name, revision, "tokenizer file, folder or name"))
+    if path is None:
+        raise ValueError(f"{name} has no tokenizer.json, SentencePiece model or tokenizer.tiktoken")
+    if path.name == "tokenizer.tiktoken":
+        return Tokenizer.load(path.parent)  # the pattern stands beside it
+    return Tokenizer.load(path) if path.suffix == ".tiktoken" else PublishedTokenizer(path)
+
+
+def adopt_tokenizer(model, tokenizer):
+    """Check that a tokenizer is the model's; its signatures know their tokens from then on.
+
+    A standard model has none: only the number of tokens is checked. Raises ValueError.
+    """
+    V, size = model.config.vocab_size, len(tokenizer)
+    if size > V:
+        raise ValueError(f"the tokenizer has {size} tokens, the checkpoint only {V}")
+    table = getattr(model, "signatures", None)
+    if table is None:
+        return
+    tokens = [*tokenizer.all_bytes(), *table.tokens[size:]]  # those of expand have no piece
+    if tokens != table.tokens:
+        try:
+            model.signatures = _register_again(table, tokens, model.config)
+        except ValueError as error:
+            raise ValueError(f"{error}; this is not the tokenizer of this checkpoint") from None
+        if model.signatures.locked:
+            print(f"{model.signatures.locked}; the stored ones are used", file=sys.stderr)
+    if table.pad_id is not None:
+        tokenizer.eot = table.pad_id

@@ -9,7 +9,7 @@ from pathlib import Path
 from unicodedata import east_asian_width
 
 SIGNS = {i: 0x2400 + i for i in range(32)} | {ord(" "): "␣", ord("\n"): "↵"}
-IDS = "this checkpoint has no tokenizer of this project, so prompt and text are token ids"
+IDS = "this checkpoint has no tokenizer (--tokenizer names one), so prompt and text are token ids"
 LEGEND = (
     "P: calibrated; mass: P of all tokens in the id's bucket; after it the most probable buckets\n"
 )
@@ -22,6 +22,7 @@ def parse_arguments(argv):
     last = max(Path("runs").glob("*/last"), key=os.path.getmtime, default=None)
     add("--checkpoint", default=last and last.parent, help="folder or hub name (default: newest)")
     add("--revision", help="branch, tag or commit of a Hugging Face hub checkpoint")
+    add("--tokenizer", help="file, folder, hub or tiktoken name (default: the checkpoint's)")
     add("--prompt", help="text to continue (default: a newline); - reads standard input")
     add("--num_samples", type=int, default=1, help="sample i uses seed + i (default 1)")
     add("--max_new_tokens", type=int, default=200, help="tokens in a sample (default 200)")
@@ -54,8 +55,11 @@ def load_checkpoint(args):
     torch.set_num_threads(args.threads or torch.get_num_threads())
     args.checkpoint = mhf.find_checkpoint(args.checkpoint, args.revision)
     model = mhf.load(args.checkpoint).to(args.device).requires_grad_(False)
-    ours = (args.checkpoint / "tokenizer.tiktoken").is_file()
-    return model, mhf.Tokenizer.load(args.checkpoint) if ours else None
+    source = args.tokenizer or mhf.tokenizer_file(args.checkpoint)
+    tokenizer = mhf.open_tokenizer(source) if source else None
+    if tokenizer:
+        mhf.adopt_tokenizer(model, tokenizer)
+    return model, tokenizer
 
 
 def encode_prompt(prompt, tokenizer):
