@@ -694,6 +694,7 @@ def train_run(args, flags, seed):
     If this process is killed, that one goes on, and keeps the lock: a second start waits for it.
     """
     folder = run_folder(args, flags, seed)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     log = folder.with_suffix(".txt")
     with open(folder.with_suffix(".lock"), "w") as lock, open(log, "a", encoding="utf-8") as file:
         if fcntl:
@@ -899,7 +900,6 @@ def run(args):
         for name in args.names
         for label, flags in EXPERIMENTS[name].variants(scale).items()
     ]
-    store(args).mkdir(parents=True, exist_ok=True)
     minutes = estimate(args, work) / 60
     print(f"{len(work)} runs, {args.jobs} at a time: about {minutes:.0f} minutes; in {store(args)}")
     runs = {name: [] for name in args.names}
