@@ -520,6 +520,16 @@ def test_the_command(lm_eval, own_tasks, checkpoint, tasks, words, call, tmp_pat
     assert found["config"]["torch_seed"] == 3 and found["model"]["calibration"] == 1.0
 
 
+def test_limit_and_num_fewshot(lm_eval, own_tasks, checkpoint, tasks, call, tmp_path):
+    """The two flags reach the harness; a limit is shown beside the table."""
+    flags = dict(checkpoint=checkpoint, include_path=tasks, tasks="mhf_choice")
+    file = tmp_path / "found.json"
+    status, out, err = call(limit=2, num_fewshot=1, output=file, **flags)
+    found = json.loads(file.read_text(encoding="utf-8"))
+    assert (status, found["n-shot"], ", limit 2\n" in out) == (0, {"mhf_choice": 1}, True), err
+    assert found["n-samples"]["mhf_choice"]["effective"] == 2
+
+
 @pytest.mark.parametrize(
     "name, old, new, sentence",
     [
