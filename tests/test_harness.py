@@ -297,11 +297,11 @@ def test_a_checkpoint_without_a_tokenizer(checkpoint, words, call, tmp_path):
     bare = Path(shutil.copytree(checkpoint, tmp_path / "bare"))
     (bare / "tokenizer.tiktoken").unlink()
     status, _, err = call(checkpoint=bare)
-    assert status == 2 and "has no tokenizer.tiktoken: name one with --tokenizer" in err
+    assert status == 2 and "has no tokenizer: name one with --tokenizer" in err
     mhf.Tokenizer.train(WORDS, 330).save(tmp_path / "large")
     status, _, err = call(checkpoint=bare, tokenizer=tmp_path / "large")
     size = mhf.load(bare).config.vocab_size
-    assert status == 2 and f"the tokenizer has 330 tokens, the model only {size}" in err
+    assert status == 2 and f"the tokenizer has 330 tokens, the checkpoint only {size}" in err
     args = harness.parse_arguments(["--checkpoint", str(bare), "--tokenizer", str(checkpoint)])
     assert len(harness.open_checkpoint(args)[1]) == len(words)
 

@@ -205,7 +205,7 @@ def parse_arguments(argv):
     last = max(Path("runs").glob("*/last"), key=os.path.getmtime, default=None)
     add("--checkpoint", default=last and last.parent, help="folder or hub name (default: newest)")
     add("--revision", help="branch, tag or commit of a Hugging Face hub checkpoint")
-    add("--tokenizer", help="folder or .tiktoken file (default: the checkpoint's own)")
+    add("--tokenizer", help="file, folder, hub or tiktoken name (default: the checkpoint's)")
     add("--tasks", nargs="+", default=["paper"], help=f"names; paper (default) is {PAPER}")
     add("--include_path", help="folder with tasks of your own, YAML files")
     add("--calibration", default="fitted", help="fitted (default): as stored; 1: the paper; or τ")
@@ -249,15 +249,11 @@ def open_checkpoint(args):
 
     args.device, _ = mhf.choose_device(args.device)
     args.checkpoint = mhf.find_checkpoint(args.checkpoint, args.revision)
-    if not args.tokenizer and not (args.checkpoint / "tokenizer.tiktoken").is_file():
-        raise ValueError(f"{args.checkpoint} has no tokenizer.tiktoken: name one with --tokenizer")
+    if not (source := args.tokenizer or mhf.tokenizer_file(args.checkpoint)):
+        raise ValueError(f"{args.checkpoint} has no tokenizer: name one with --tokenizer")
     model = mhf.load(args.checkpoint).to(args.device).requires_grad_(False)
-    tokenizer = mhf.Tokenizer.load(args.tokenizer or args.checkpoint)
-    if len(tokenizer) > model.config.vocab_size:
-        raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model only {model.config.vocab_size}: "
-            "they do not belong together"
-        )
+    tokenizer = mhf.open_tokenizer(source)
+    mhf.adopt_tokenizer(model, tokenizer)
     model.config.calibration = args.tau or model.config.calibration
     return model, tokenizer
 
