@@ -75,6 +75,11 @@ def score(model, pairs):
     return list(zip(sums, [part.all().item() for part in torch.cat(greedy).split(lengths)]))
 
 
+def text_of(tokenizer, ids):
+    """What ids add to a text; `decode` is for whole texts, whose first blank may be left out."""
+    return b"".join(tokenizer.token_bytes(i) or b"" for i in ids).decode("utf-8", "replace")
+
+
 def write(model, tokenizer, prompts, until, max_new_tokens, sampling):
     """Continue prompts (lists of token ids) -> texts, each cut where a stop string begins.
 
@@ -87,13 +92,13 @@ def write(model, tokenizer, prompts, until, max_new_tokens, sampling):
             if texts[n] is not None:
                 continue
             rows[n] += [token] if token != tokenizer.eot else []
-            text = tokenizer.decode(rows[n])
+            text = text_of(tokenizer, rows[n])
             starts = [text.find(stop) for stop in until if stop in text]
             if starts or token == tokenizer.eot:
                 texts[n] = text[: min(starts, default=None)]
         if None not in texts:
             break
-    return [tokenizer.decode(row) if text is None else text for row, text in zip(rows, texts)]
+    return [text_of(tokenizer, row) if text is None else text for row, text in zip(rows, texts)]
 
 
 def generation_settings(wanted):
