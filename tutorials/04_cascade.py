@@ -27,7 +27,7 @@
 # [section 3.3](https://arxiv.org/abs/2606.28057), the hash decoder. In `mhf.py`: `predict`,
 # `CascadeDecoder`.
 #
-# On Colab: `!git clone REPOSITORY && %cd multihashformer/tutorials`,
+# On Colab: `!git clone REPOSITORY project`, `%cd project/tutorials`,
 # `!pip install -r ../requirements.txt`
 
 # %%

@@ -27,7 +27,7 @@
 # Reading takes 25 minutes, running three quarters of a minute. Paper: the training objective,
 # after [section 3.3](https://arxiv.org/abs/2606.28057). In `mhf.py`: `loss`, `nll`.
 #
-# On Colab: `!git clone REPOSITORY && %cd multihashformer/tutorials`,
+# On Colab: `!git clone REPOSITORY project`, `%cd project/tutorials`,
 # `!pip install -r ../requirements.txt`
 
 # %%

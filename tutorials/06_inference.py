@@ -27,7 +27,7 @@
 # [section 3.3](https://arxiv.org/abs/2606.28057); the calibration is this project's. In `mhf.py`:
 # `token_scores`, `log_probs`, `sampling_weights`, `generate`.
 #
-# On Colab: `!git clone REPOSITORY && %cd multihashformer/tutorials`,
+# On Colab: `!git clone REPOSITORY project`, `%cd project/tutorials`,
 # `!pip install -r ../requirements.txt`
 
 # %%
