@@ -151,6 +151,18 @@ def corpus(tokenizer=str(CHECKPOINT / "tokenizer.tiktoken"), data=None):
     return train.prepare(train.Settings(data=data, tokenizer=tokenizer))
 
 
+def small(tokenizer, seed=0, **settings):
+    """An untrained model that learns something in seconds; settings: fields of mhf.Config."""
+    size = dict(hidden_size=64, intermediate_size=192, bottle_neck_dim=32, num_buckets=512)
+    shape = dict(num_hidden_layers=2, max_position_embeddings=128)
+    config = mhf.Config.preset("tiny", **(size | shape | settings))
+    shared = config.shares_signatures
+    signatures = mhf.SignatureTable(config.num_hashes, config.num_buckets, config.num_lsh, shared)
+    signatures.extend(tokenizer.all_bytes(), tokenizer.eot)
+    torch.manual_seed(seed)
+    return mhf.MultiHashFormer(config, signatures)
+
+
 def extended(tokenizer, text, size):
     """A tokenizer with `size` more tokens, which a byte-pair encoding of the text finds.
 
