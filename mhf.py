@@ -672,11 +672,11 @@ def cross_entropy(scores, target):
 def predict(c, E, target=None, last=False):
     """One function's prediction: logits, loss and soft embedding of its B buckets.
 
-    c (..., D), E (B, D), target ids (...) or None -> o = E c (..., B); −log p[target] (...), None
-    without a target; softmax(o)ᵀ E (..., D), None at the last function, which hands nothing on.
+    c (..., D), E (B, D) -> o = E c (..., B); −log p[target] (M,) if there are target ids (M,), for
+    which c is (M, D); softmax(o)ᵀ E (..., D), None at the last function, which hands nothing on.
     """
     o = c @ E.T  # (..., B)
-    loss = None if target is None else F.cross_entropy(o.float(), target, reduction="none")  # (...)
+    loss = None if target is None else F.cross_entropy(o.float(), target, reduction="none")  # (M,)
     e = None if last else o.float().softmax(-1).to(E.dtype) @ E  # (..., D)
     return o, loss, e
 
@@ -697,9 +697,10 @@ class CascadeDecoder(nn.Module):
         )
 
     def steps(self, h, table, targets=None, force=(), predict=predict):
-        """Yields for each j what `predict` returns: o_j, the loss of targets (..., H), e_j.
+        """Yields for each j what `predict` returns: o_j, the loss of targets (M, H), e_j.
 
-        h (..., D), table (H, B, D). force: {function: bucket whose row is its soft embedding}.
+        h (..., D), with targets (M, D); table (H, B, D). force: {function: bucket whose row is its
+        soft embedding}.
         """
         c = h
         for j, E in enumerate(table):
