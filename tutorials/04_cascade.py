@@ -31,9 +31,9 @@
 # `!pip install -r ../requirements.txt`
 
 # %%
-import course  # isort: skip
 import copy
 
+import course
 import torch
 import torch.nn.functional as F
 

@@ -31,10 +31,10 @@
 # `!pip install -r ../requirements.txt`
 
 # %%
-import course  # isort: skip
 import contextlib
 import math
 
+import course
 import numpy as np
 import torch
 import torch.nn.functional as F
