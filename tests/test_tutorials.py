@@ -68,8 +68,8 @@ def test_a_tutorial_has_its_parts(script):
     """A heading with its number, three exercises, a summary, asserts, pictures."""
     text, number = markdown(script), script.stem[:2]
     assert text.startswith(f"# {number} · ")
-    for i in (1, 2, 3):
-        assert len(re.findall(rf"{number}\.{i}\b", text)) >= 1, f"exercise {number}.{i}"
+    exercises = text.partition("## Exercises")[2]
+    assert re.findall(r"^(\d)\. \*", exercises, re.MULTILINE) == ["1", "2", "3"]
     assert "What we saw" in text
     assert code(script).count("assert ") >= 5 and code(script).count("course.show(") >= 3
 
@@ -78,7 +78,7 @@ def test_a_tutorial_has_its_parts(script):
 def test_every_exercise_has_an_answer(script):
     for i in (1, 2, 3):
         answer = getattr(answers, f"answer_{script.stem[:2]}_{i}")
-        assert len(answer.__doc__) > 40 and "assert " in inspect.getsource(answer)
+        assert len(answer.__doc__) > 40 and "assert" in inspect.getsource(answer)
 
 
 def test_no_answer_is_without_its_exercise():
@@ -110,10 +110,10 @@ NUMBER = re.compile(r"(?<![\w.,\-])\d[\d,]*(?:\.\d+)?(?![\w]|[.,]\d)")
 def test_numbers_of_the_text_stand_in_the_code(script):
     """A figure (with a decimal point, or of three digits) that a text names is asserted beside it.
 
-    Exempt are formulas, `code`, links, years and the run time at the head.
+    Exempt are formulas, `code`, links, the head and the exercises.
     """
-    text, _, rest = markdown(script).partition("\n\n## ")
-    for pattern in (r"\$\$.*?\$\$", r"\$[^$]*\$", r"```.*?```", r"`[^`]*`", r"\]\([^)]*\)"):
+    rest = markdown(script).partition("\n\n## ")[2].partition("## Exercises")[0]
+    for pattern in (r"\$\$.*?\$\$", r"\$[^$]*\$", r"```.*?```", r"`[^`]*`", r"\[[^]]*\]\([^)]*\)"):
         rest = re.sub(pattern, " ", rest, flags=re.DOTALL)
     source = code(script).replace("_", "").replace(",", "")
     missing = []
@@ -367,7 +367,8 @@ def test_fit_learns(standard):
     """The loss falls, the model is frozen afterwards, and the same seed gives the same losses."""
     ids = np.tile(np.arange(20, 40), 30)
     first, second = (
-        [loss for _, loss in course.fit(small(standard), ids, 12, rows=4)] for _ in range(2)
+        [loss for _, loss in course.fit(small(standard), ids, 12, learning_rate=1e-2, rows=4)]
+        for _ in range(2)
     )
     assert first == second and first[-1] < 0.8 * first[0]
     model = small(standard)
@@ -502,7 +503,7 @@ def test_what_is_not_there_is_said(capsys):
         assert words in error and error.count("\n") == 1
 
 
-SMALL = ["--vocab_size", "300", "--seeds", "1", "--steps", "3", "--passages", "5", "--jobs", "1"]
+SMALL = ["--vocab_size", "280", "--seeds", "1", "--steps", "3", "--passages", "5", "--jobs", "1"]
 SMALL += ["--", "--num_hidden_layers=2", "--max_position_embeddings=64", "--hidden_size=32"]
 SMALL += ["--intermediate_size=32", "--bottle_neck_dim=8", "--tokens_per_step=256"]
 
@@ -517,7 +518,7 @@ def text(tmp_path):
 def test_a_run_repeats_and_resumes(tmp_path, text):
     """The same small run in two folders gives the same numbers, although the second one was
     stopped halfway and went on; a third call trains nothing."""
-    found, flags = [], experiments.Scale("tiny", 300).h4()
+    found, flags = [], experiments.Scale("tiny", 280).h4()
     for stop in (None, 2):
         extra = ["--out", str(tmp_path / f"runs-{stop}"), "--data", text]
         args = experiments.parse(["one_id", *extra, *SMALL])

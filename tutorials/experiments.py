@@ -255,7 +255,8 @@ class Lsh(Experiment):
     paper = "LAMBADA 30.91, …, 31.40, 31.36 with 0 … 4 of 4 functions locality-sensitive"
 
     def variants(self, scale):
-        return {f"{n} of 4": scale.mhf(4, 1 / 4, num_lsh=n) for n in range(5)}
+        lsh = [{"num_lsh": n} if n else {} for n in range(5)]
+        return {f"{n} of 4": scale.mhf(4, 1 / 4, **lsh[n]) for n in range(5)}
 
     def judge(self, result):
         names = labels(result)
