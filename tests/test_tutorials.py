@@ -305,7 +305,12 @@ def test_last_word_accuracy_is_greedy(standard):
         if i in (2, 5):
             word[-1] = (word[-1] + 1) % 200
         passages.append((context, word))
-    assert course.last_word_accuracy(model, passages, rows=3) == pytest.approx(5 / 7)
+    found = list(course.last_word_results(model, passages, rows=3))
+    assert [right for right, _ in found] == [True, True, False, True, True, False, True]
+    assert course.last_word_accuracy(model, passages) == pytest.approx(5 / 7)
+    for (context, word), (_, nats) in zip(passages, found):
+        log_p = model.log_probs(torch.tensor([context + word]))[0, len(context) - 1 : -1]
+        assert nats == pytest.approx(-log_p[range(len(word)), word].sum().item(), abs=1e-4)
 
 
 @pytest.mark.parametrize("standard", [False, True])
@@ -444,7 +449,8 @@ def result_of(**variants):
     """A result whose runs have these values of `top1` and all else that a judge may want."""
     return {
         "runs": [
-            {"label": label, "seed": i, "top1": v, "last_word": v, "bits_per_byte": v}
+            {"label": label, "seed": i}
+            | dict.fromkeys(("top1", "last_word", "bits_per_byte", "last_word_bits"), v)
             for label, values in variants.items()
             for i, v in enumerate(values, 1)
         ]

@@ -264,22 +264,27 @@ def last_words(ids, tokenizer, window, count):
 
 
 @torch.no_grad()
-def last_word_accuracy(model, passages, rows=16):
-    """The share of passages whose last word, all its tokens, is what the model finds likeliest."""
-    right = 0
+def last_word_results(model, passages, rows=16):
+    """Yields for each passage: whether the word, all its tokens, is what the model finds likeliest,
+    and −log P of the word in nats, calibrated."""
     for start in range(0, len(passages), rows):
         batch = passages[start : start + rows]
         length = max(len(context) + len(word) for context, word in batch)
-        ids = torch.zeros(
-            len(batch), length, dtype=torch.long
-        )  # what follows a row changes nothing
+        # What stands behind a row's end changes nothing before it.
+        ids = torch.zeros(len(batch), length, dtype=torch.long)  # (rows, T)
         for row, (context, word) in zip(ids, batch):
             row[: len(context) + len(word)] = torch.tensor(context + word)
-        h = model(ids)  # (rows, T, D)
-        for states, (context, word) in zip(h, batch):
-            at = slice(len(context) - 1, len(context) + len(word) - 1)
-            right += model.token_scores(states[at]).argmax(-1).tolist() == list(word)
-    return right / len(passages)
+        for h, (context, word) in zip(model(ids), batch):
+            at, target = slice(len(context) - 1, len(context) + len(word) - 1), torch.tensor(word)
+            scores = model.token_scores(h[at])  # (len(word), V)
+            right = bool((scores.argmax(-1) == target).all())
+            scores = scores / model.config.calibration
+            yield right, torch.nn.functional.cross_entropy(scores, target, reduction="sum").item()
+
+
+def last_word_accuracy(model, passages):
+    """The share of passages whose last word, all its tokens, is what the model finds likeliest."""
+    return float(np.mean([right for right, _ in last_word_results(model, passages)]))
 
 
 def word_counts(corpus):

@@ -123,6 +123,11 @@ def compare(a, b):
     return (min(a) > max(b)) - (max(a) < min(b))
 
 
+def verdict(ahead):
+    """Of comparisons that a claim wants to be 1: all are, one is the opposite, or it is open."""
+    return True if min(ahead) == 1 else False if min(ahead) == -1 else None
+
+
 def say(numbers, percent=False):
     """Mean (lowest–highest) as text."""
     scale, digits = (100, 1) if percent else (1, 2 if mean(numbers) < 10 else 0)
@@ -160,15 +165,20 @@ class OneId(Experiment):
         }
 
     def judge(self, result):
-        for name, what in (("last_word", "last words"), ("top1", "next tokens")):
-            found = {k: values(result, k, name) for k in labels(result)}
-            ahead = [compare(found[f"H4, B = {s}"], found[f"H1, B = {s}"]) for s in self.shares]
-            held = True if min(ahead) == 1 else None if max(ahead) > -1 else False
+        for name, percent, better, what in (
+            ("last_word", True, 1, "last words right"),
+            ("last_word_bits", False, -1, "bits of a last word"),
+            ("top1", True, 1, "next tokens right"),
+        ):
+            one, four = (
+                [values(result, f"H{H}, B = {s}", name) for s in self.shares] for H in (1, 4)
+            )
+            ahead = [better * compare(b, a) for a, b in zip(one, four)]
             texts = [
-                f"{say(found[f'H1, B = {s}'], True)} → {say(found[f'H4, B = {s}'], True)} at {s}"
-                for s in self.shares
+                f"{say(a, percent)} → {say(b, percent)} at {s}"
+                for a, b, s in zip(one, four, self.shares)
             ]
-            yield held, f"one id → four, {what} right: {'; '.join(texts)}"
+            yield verdict(ahead), f"{what}, one id → four: {'; '.join(texts)}"
         least, most = (values(result, f"H4, B = {s}", "top1") for s in ("V/8", "V/2"))
         gain = mean(most) / mean(least) - 1
         yield (
@@ -177,19 +187,23 @@ class OneId(Experiment):
         )
 
     def draw(self, plt, result):
-        figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
-        for axis, name, what in zip(axes, ("last_word", "top1"), ("last words", "next tokens")):
-            for H, colour, marker in ((1, course.VERMILION, "s"), (2, course.ORANGE, "^"),
-                                      (4, course.BLUE, "o")):  # fmt: skip
+        figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.4))
+        panels = (
+            ("last_word", 100, "last words right (%)"),
+            ("last_word_bits", 1, "bits of a last word"),
+            ("top1", 100, "next tokens right (%)"),
+        )
+        for axis, (name, unit, what) in zip(axes, panels):
+            for H, colour, marker in zip(
+                (1, 2, 4), (course.VERMILION, course.ORANGE, course.BLUE), "s^o"
+            ):
                 found = [values(result, f"H{H}, B = {s}", name) for s in self.shares]
-                y = [100 * mean(v) for v in found]
+                y = [unit * mean(v) for v in found]
                 axis.plot(list(self.shares), y, color=colour, marker=marker, label=f"H = {H}")
-                low, high = ([100 * edge(v) for v in found] for edge in (min, max))
+                low, high = ([unit * edge(v) for v in found] for edge in (min, max))
                 axis.fill_between(list(self.shares), low, high, color=colour, alpha=0.2)
-            axis.set(
-                xlabel="buckets B, as a share of V", ylabel=f"{what} right (%)", ylim=(0, None)
-            )
-        axes[0].legend()
+            axis.set(xlabel="buckets B, as a share of V", ylabel=what, ylim=(0, None))
+        axes[0].legend(loc="lower right")
         return figure
 
 
@@ -226,7 +240,7 @@ class Size(Experiment):
                     a, b = (values(result, n, "bits_per_byte") for n in (f"{size}: {ours}", other))
                     ahead.append(-compare(a, b))
                     gains.append(1 - mean(a) / mean(b))
-                held = True if min(ahead) == 1 else False if max(ahead) < 1 else None
+                held = verdict(ahead)
                 grows = all(x < y for x, y in zip(gains, gains[1:]))
                 text = ", ".join(f"{100 * g:+.1f} % at {s}" for s, g in zip(sizes, gains))
                 name = "a standard model" if rival == "standard" else "a deeper one"
@@ -563,10 +577,12 @@ def quality(folder, args):
     model, corpus, about = loaded(folder)
     window = min(128, model.config.max_position_embeddings)
     passages = course.last_words(corpus.held_out, corpus.tokenizer, window, args.passages)
+    right, nats = zip(*course.last_word_results(model, passages))
     total, count = course.nats(model, corpus.held_out, tau=1.0, windows=64)
     log, size = train.read_log(folder, "perplexity"), model.num_parameters()
     return train.read_run(folder)["final"] | {
-        "last_word": course.last_word_accuracy(model, passages),
+        "last_word": float(np.mean(right)),
+        "last_word_bits": float(np.mean(nats)) / math.log(2),
         "passages": len(passages),
         "paper_perplexity": math.exp(min(total / count, 700)),
         "parameters": size["total"],
@@ -719,7 +735,7 @@ def measured(args, kind, label, flags, seed):
     """The entry of a run in the result: what is known of it and what is measured."""
     torch.set_num_threads(1)
     folder = run_folder(args, flags, seed)
-    settings = dict(passages=args.passages, known=args.known, growth=args.growth_steps)
+    settings = dict(of=2, passages=args.passages, known=args.known, growth=args.growth_steps)
     key = hashlib.sha256(json.dumps([kind, settings]).encode()).hexdigest()[:8]
     kept = folder / f"measured-{kind}-{key}.json"
     if not kept.is_file():
