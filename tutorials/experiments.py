@@ -130,7 +130,8 @@ def verdict(ahead):
 
 def say(numbers, percent=False):
     """Mean (lowest–highest) as text."""
-    scale, digits = (100, 1) if percent else (1, 2 if mean(numbers) < 10 else 0)
+    size = mean(numbers)
+    scale, digits = (100, 1) if percent else (1, 2 if size < 10 else 1 if size < 100 else 0)
     low, middle, high = (
         f"{scale * x:.{digits}f}" for x in (min(numbers), mean(numbers), max(numbers))
     )
@@ -145,6 +146,13 @@ def bars(axis, result, name, names=None, scale=1, rotation=0):
         axis.bar(i, mean(y), color=course.SKY, width=0.7)
         axis.plot([i] * len(y), y, "o", color=course.BLACK, markersize=4)
     axis.set_xticks(range(len(names)), names, rotation=rotation)
+
+
+def perplexities(axis, label="held-out perplexity, calibrated"):
+    """A logarithmic axis whose marks are plain numbers."""
+    axis.set(yscale="log", ylabel=label)
+    axis.yaxis.set_minor_formatter("{x:g}")
+    axis.yaxis.set_major_formatter("{x:g}")
 
 
 # ---------------------------------------------------------------------------------------------
@@ -202,7 +210,7 @@ class OneId(Experiment):
                 axis.plot(list(self.shares), y, color=colour, marker=marker, label=f"H = {H}")
                 low, high = ([unit * edge(v) for v in found] for edge in (min, max))
                 axis.fill_between(list(self.shares), low, high, color=colour, alpha=0.2)
-            axis.set(xlabel="buckets B, as a share of V", ylabel=what, ylim=(0, None))
+            axis.set(xlabel="buckets B, as a share of V", ylabel=what)
         axes[0].legend(loc="lower right")
         return figure
 
@@ -327,7 +335,7 @@ class Objective(Experiment):
                     axes[0].plot(steps, run["curve"]["perplexity"], **style, **first, markersize=4)
                     if label != "standard":
                         axes[1].plot(steps, run["curve"]["valid_mass"], **style, markersize=4)
-        axes[0].set(ylabel="held-out perplexity, calibrated", yscale="log")
+        perplexities(axes[0])
         axes[1].set(ylabel="valid mass (probability)", yscale="log")
         for axis in axes:
             axis.set_xlabel("step")
@@ -375,7 +383,7 @@ class Calibration(Experiment):
             x = [j + 0.4 * i for j in range(4)]
             axes[1].bar(x, y, 0.38, label=text, color=course.COLOURS[i])
         axes[1].set_xticks([j + 0.2 for j in range(4)], ["H 1", "H 2", "H 4", "H 4 exact"])
-        axes[1].set(ylabel="held-out perplexity", yscale="log")
+        perplexities(axes[1], "held-out perplexity")
         axes[1].legend()
         return figure
 
@@ -542,8 +550,8 @@ class EqualTime(Experiment):
             x = [s * result["step_seconds"][label] for s in curves[0]["steps"]]
             y = [mean(at) for at in zip(*(c["perplexity"] for c in curves))]
             axis.plot(x, y, color=colour, marker=marker, markersize=4, label=label)
-        axis.set(xlabel="training time (s, one thread)", ylabel="held-out perplexity, calibrated")
-        axis.set_yscale("log")
+        axis.set(xlabel="training time (s, one thread)")
+        perplexities(axis)
         axis.legend()
         return figure
 
@@ -841,7 +849,8 @@ MARKS = "<!-- evidence, written by tutorials/experiments.py --readme -->", "<!--
 
 def table(folder):
     """The claims and what came of them, in Markdown, from the result files."""
-    results = [json.loads((folder / f"{n}.json").read_text(encoding="utf-8")) for n in EXPERIMENTS]
+    files = [folder / f"{name}.json" for name in EXPERIMENTS]
+    results = [json.loads(f.read_text(encoding="utf-8")) for f in files if f.is_file()]
     yield "| claim | paper | here, mean and range over the seeds |"
     yield "|---|---|---|"
     for result in results:
@@ -887,7 +896,7 @@ def parse(argv):
     add("--data", nargs="+", help="as train.py's; default Shakespeare")
     add("--passages", type=int, default=1000, help="last words asked for (default 1000)")
     add("--known", type=int, default=5, help="rare_words: occurrences of a known word (default 5)")
-    add("--growth_steps", type=int, default=80, help="growth: steps of training on (default 80)")
+    add("--growth_steps", type=int, default=50, help="growth: steps of training on (default 50)")
     add("--growth_tokens", type=int, default=16384, help="growth: English tokens (default 16384)")
     add("--rounds", type=int, default=7, help="equal_time: timed steps of each (default 7)")
     add("--out", default="runs/experiments", help="folder of the runs")
