@@ -743,8 +743,9 @@ def measured(args, kind, label, flags, seed):
     """The entry of a run in the result: what is known of it and what is measured."""
     torch.set_num_threads(1)
     folder = run_folder(args, flags, seed)
-    settings = dict(of=2, passages=args.passages, known=args.known, growth=args.growth_steps)
-    key = hashlib.sha256(json.dumps([kind, settings]).encode()).hexdigest()[:8]
+    settings = {"quality": args.passages, "words": args.known}
+    settings["growth"] = [args.growth_steps, args.growth_tokens]
+    key = "-".join(str(x) for x in np.ravel(settings[kind]))
     kept = folder / f"measured-{kind}-{key}.json"
     if not kept.is_file():
         train.write_text(kept, json.dumps(MEASURES[kind](folder, args)))
