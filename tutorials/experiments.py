@@ -18,6 +18,7 @@ import json
 import math
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -457,21 +458,27 @@ class RareWords(Experiment):
 
     def judge(self, result):
         for name in course.SIMILARITIES:
-            n = result["runs"][0]["words"][name]["pairs"]
-            best, texts = None, []
+            low, high, texts = {}, {}, []
             for label in labels(result):
                 found = [run["words"][name] for run in result["runs"] if run["label"] == label]
                 layer = [f["penultimate"] for f in found]
-                low, high = (mean(f["spearman_interval"][i] for f in layer) for i in (0, 1))
-                texts.append(
-                    f"{label} {mean(f['spearman'] for f in layer):+.2f} ({low:+.2f} to {high:+.2f})"
+                low[label], high[label] = (
+                    mean(f["spearman_interval"][i] for f in layer) for i in (0, 1)
                 )
-                best = max(best or -1, low)
-            noise = "not testable at this size" if best <= 0 else "above chance"
+                middle, last = mean(f["spearman"] for f in layer), mean(
+                    f["last"]["spearman"] for f in found
+                )  # fmt: skip
+                ends = f"{low[label]:+.2f} to {high[label]:+.2f}"
+                texts.append(f"{label} {middle:+.2f} ({ends}; last layer {last:+.2f})")
+            held = True if low["H4"] > high["standard"] else None
+            note = "" if held else "; the intervals overlap"
+            if max(low.values()) <= 0:
+                note = "; none above 0: not testable at this size"
+            pairs = found[0]["pairs"]
             yield (
-                None,
-                f"{name}, {n} pairs, penultimate layer, Spearman (95 % interval): "
-                f"{', '.join(texts)}: {noise}",
+                held,
+                f"{name}, {pairs} known pairs, Spearman at the penultimate layer (95 % interval): "
+                f"{', '.join(texts)}{note}",
             )
 
     def draw(self, plt, result):
@@ -729,6 +736,7 @@ def train_run(args, flags, seed):
         if (folder / "last").is_file():
             chosen = ["--resume", str(folder)]
         else:
+            shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed at once
             own = flags | {"seed": seed, "out": folder.parent, "name": folder.name}
             chosen = command_line(common_flags(args) | own) + args.more
         keep = {"pass_fds": [lock.fileno()]} if fcntl else {}
