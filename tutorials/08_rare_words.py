@@ -75,11 +75,12 @@ shared = sum(int((signature(a) == signature(b)).sum()) for a, b in plurals)
 chance = len(plurals) * 4 / (model.config.num_buckets - 1)
 print(f"{len(plurals)} pairs (word, word + s) share {shared} ids; by chance {chance:.1f}")
 assert len(plurals) > 250 and shared <= 4
+assert [tokenizer.decode([i]) for i in tokenizer.encode(" lovell")] == [" love", "ll"]
 
 # %% [markdown]
 # So likeness can only come from training: two words that stand in like places get like gradients.
 # (Locality-sensitive functions, `--num_lsh`, would be another way. The paper tries both.) Words of
-# several tokens are different. `lovell` is `lov` and `ell`, and words that share a *token* share
+# several tokens are different. `lovell` is `love` and `ll`, and words that share a *token* share
 # what the model knows of it. We'll keep the two kinds apart.
 #
 # ## 2 · Neighbours
@@ -411,7 +412,7 @@ assert ours == course.read_similarities(LIST) and len(ours) == 3
 #    do you need to tell `0.32` from 0 with two standard errors? And from `0.22`, with another list?
 # 2. *Change.* Give the words a context: put ` the` before each word (states of the word's tokens
 #    only). Does the share of plurals that are nearer go up?
-# 3. *Find out.* Do words that share a token, as `lovell` and `love` may, look alike for that reason
+# 3. *Find out.* Do words that share a token, as `lovell` and `love` do, look alike for that reason
 #    alone? Compare the untrained model's cosines of pairs of multi-token words that share a token
 #    with pairs that share none.
 #

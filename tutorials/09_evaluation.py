@@ -387,7 +387,7 @@ assert only[1] > 2 * only[0]  # per byte and gain: more than a matter of luck
 # ## 6 · What a harness asks
 #
 # [lm-evaluation-harness](https://github.com/EleutherAI/lm-evaluation-harness) holds the questions
-# of a few hundred benchmarks. It asks three things of a model, and a small adapter answers.
+# of many benchmarks. It asks three things of a model, and a small adapter answers.
 #
 # * **loglikelihood**(context, continuation): what our function above gives. Multiple choice asks
 #   for that of each choice; LAMBADA asks whether greedy decoding writes the last word.
