@@ -24,7 +24,8 @@
 # Reading: 25 minutes. Run time: under half a minute on 2 cores. Paper:
 # [section 3.1](https://arxiv.org/abs/2606.28057). Code: `SignatureTable` in `mhf.py`.
 #
-# On Colab: `!git clone REPOSITORY mhf && %cd mhf/tutorials`, `!pip install -r ../requirements.txt`
+# On Colab: `!git clone REPOSITORY project`, `%cd project/tutorials`,
+# `!pip install -r ../requirements.txt`
 #
 # A standard model has one row of numbers for each of its $V$ tokens. Here there are $H$ hash
 # functions with $B$ buckets each, and one row for each bucket. A token is the list of the $H$

@@ -25,7 +25,8 @@
 # Reading: 25 minutes. Run time: about half a minute on 2 cores. Paper:
 # [section 3.2](https://arxiv.org/abs/2606.28057). Code: `GatedEmbedding` in `mhf.py`.
 #
-# On Colab: `!git clone REPOSITORY mhf && %cd mhf/tutorials`, `!pip install -r ../requirements.txt`
+# On Colab: `!git clone REPOSITORY project`, `%cd project/tutorials`,
+# `!pip install -r ../requirements.txt`
 #
 # Tutorial 01 gave every token a signature, $H$ bucket ids. Each bucket has a row in the table $E$.
 # With $V = 8{,}192$ tokens and $B = 2{,}048$ buckets a row belongs to four tokens on average. So

@@ -25,7 +25,8 @@
 # [sections 3 and 4](https://arxiv.org/abs/2606.28057), where the backbone, the Qwen3 decoder, is
 # taken as it is. Code: `Attention`, `FeedForward`, `Block`, `Backbone` in `mhf.py`.
 #
-# On Colab: `!git clone REPOSITORY mhf && %cd mhf/tutorials`, `!pip install -r ../requirements.txt`
+# On Colab: `!git clone REPOSITORY project`, `%cd project/tutorials`,
+# `!pip install -r ../requirements.txt`
 #
 # The blocks know nothing of hashing. They take input vectors (tutorial 02) and hand a state at each
 # position to the cascade (tutorial 04). In between there is one *residual stream*: a vector of
