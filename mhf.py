@@ -1753,7 +1753,7 @@ class PublishedTokenizer:
         """The bytes a token adds to a text; None for an id that is never used."""
         piece = self.pieces[token_id] if 0 <= token_id < len(self) else None
         if piece is None or token_id in self.special:
-            return piece and piece.encode()
+            return None if piece is None else piece.encode()
         if self.byte_level and all(c in GPT2_BYTES for c in piece):
             return bytes(GPT2_BYTES[c] for c in piece)
         if not self.byte_level and re.fullmatch("<0x[0-9A-F]{2}>", piece):
@@ -1762,7 +1762,7 @@ class PublishedTokenizer:
 
     def all_bytes(self):
         """The piece of every id as UTF-8: what is hashed, so what SignatureTable.extend takes."""
-        return [piece and piece.encode() for piece in self.pieces]
+        return [None if piece is None else piece.encode() for piece in self.pieces]
 
 
 _SHOWN = [*range(33, 127), *range(161, 173), *range(174, 256)]  # bytes that are their own letters
@@ -1800,9 +1800,10 @@ def open_tokenizer(name, revision=None):
 
 
 def adopt_tokenizer(model, tokenizer):
-    """Check that a tokenizer is the model's; its signatures know their tokens from then on.
+    """Check that a tokenizer is the model's; its signatures know their tokens from then on, and
+    the model's pad is the tokenizer's end of text.
 
-    A standard model has none: only the number of tokens is checked. Raises ValueError.
+    A standard model has no signatures: only the number of tokens is checked. Raises ValueError.
     """
     V, size = model.config.vocab_size, len(tokenizer)
     if size > V:

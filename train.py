@@ -51,7 +51,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from filelock import FileLock
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from tqdm import tqdm
 
@@ -761,12 +761,22 @@ def fit_calibration(scores, targets):
     return 1 / beta
 
 
+def share_right(scores, targets):
+    """1 where the target's score is the highest, else 0: scores (M, V), targets (M,) -> (M,).
+
+    Of k tokens that share the highest score, as those of one signature do, each counts 1/k.
+    """
+    best = scores == scores.amax(-1, keepdim=True)  # (M, V)
+    return best.gather(-1, targets.unsqueeze(-1)).squeeze(-1) / best.sum(-1)  # (M,)
+
+
 @torch.no_grad()
-def evaluate(model, ids, token_sizes, autocast, max_tokens=None):
+def evaluate(model, ids, token_sizes, autocast, max_tokens=None, tau=None):
     """Measure the model on held-out text: a dict of the numbers that the log shows.
 
-    Windows of the context's length are spread evenly. Every other one fits τ (as many positions
-    as fit 2^25 scores); all numbers are measured on the rest, none on what τ was fitted to.
+    Windows of the context's length are spread evenly. Every other one fits τ, if it is not given
+    (as many positions as fit 2^25 scores); all numbers are measured on the rest, none on what τ
+    was fitted to.
     """
     config, device = model.config, model.model.cos.device
     T = config.max_position_embeddings
@@ -780,14 +790,15 @@ def evaluate(model, ids, token_sizes, autocast, max_tokens=None):
     with autocast():
         room = max(1, 2**25 // (config.vocab_size * T))
         fitting = range(0, count, 2)[:: math.ceil(count / 2 / room)]
-        pairs = [(model.token_scores(h), t) for h, t in map(states, fitting)]
-        tau = fit_calibration(*(torch.cat(part) for part in zip(*pairs)))
+        if tau is None:
+            pairs = [(model.token_scores(h), t) for h, t in map(states, fitting)]
+            tau = fit_calibration(*(torch.cat(part) for part in zip(*pairs)))
         sums = torch.zeros(6, dtype=torch.float64)
         for h, targets in map(states, range(1, count, 2)):
             scores = model.token_scores(h)  # (T, V)
             nll = F.cross_entropy(scores / tau, targets, reduction="sum")
             objective = model.nll(h, targets, config.objective).sum()
-            right = (scores.argmax(-1) == targets).sum()
+            right = share_right(scores, targets).sum()
             mass = model.mass_on_tokens(scores).sum() if config.model == "mhf" else math.nan
             size = token_sizes[targets.cpu()].sum()
             sums += torch.tensor([objective, nll, right, mass, size, T])
@@ -808,6 +819,22 @@ def evaluate(model, ids, token_sizes, autocast, max_tokens=None):
 
 COLUMNS = ["step", "tokens", "seconds", "learning_rate", "loss", "grad_norm", "tokens_per_second"]
 MEASURES = ["val_objective", "perplexity", "tau", "top1", "valid_mass", "bits_per_byte"]
+
+
+@contextlib.contextmanager
+def alone(folder, wait=False):
+    """Hold a run's folder; if another process trains there: ValueError, or wait until it ends."""
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=-1 if wait else 0)
+    except Timeout:
+        raise ValueError(f"{folder}: another process is training there; wait for it") from None
+    except OSError:  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_text(path, text):
@@ -1541,7 +1568,8 @@ def run_command(given):
     for name, text in run.describe() if RANK == 0 else ():
         print(f"{name:<11} {text}")
     try:
-        finished = train(run, tqdm.write) if RANK == 0 else follow(run)
+        with alone(run.folder) if RANK == 0 else contextlib.nullcontext():
+            finished = train(run, tqdm.write) if RANK == 0 else follow(run)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise out_of_memory(run) from None

@@ -25,6 +25,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import one_sentence
 from safetensors.torch import load_file
 
 import mhf
@@ -161,6 +162,7 @@ def test_a_run_leaves_all_that_is_promised(straight):
     """Checkpoint, log, curve, samples, the mhf.py it ran, and the sample.py line to type next."""
     folder, out = straight
     names = {path.name for path in folder.iterdir() if not path.name.startswith("step-")}
+    names -= {".lock"}  # held while it trains
     assert names == {"last", "best", "log.csv", "curve.png", "samples.txt", "run.json", "mhf.py"}
     assert (folder / "curve.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert (folder / "mhf.py").read_bytes() == Path(mhf.__file__).read_bytes()
@@ -1478,3 +1480,20 @@ def test_an_edited_source_is_kept_beside_the_first(monkeypatch, tmp_path, capsys
     resume(folder)
     assert (folder / "mhf-from-step-2.py").read_text(encoding="utf-8").endswith("# edited\n")
     assert "mhf-from-step-2.py" in capsys.readouterr().out
+
+
+def test_a_run_is_trained_by_one_process_at_a_time(tmp_path):
+    """A second one is refused in a sentence, or waits; the folder is free again afterwards."""
+    refused = pytest.raises(ValueError, match="another process is training there")
+    with train.alone(tmp_path), refused as error, train.alone(tmp_path):
+        pass
+    one_sentence(error)
+    with train.alone(tmp_path, wait=True):
+        pass
+
+
+def test_tokens_that_share_the_highest_score_share_the_hit():
+    """Of k best ones each counts 1/k; those below it nothing."""
+    scores = torch.tensor([[1.0, 3.0, 3.0, 0.0], [2.0, 1.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    assert train.share_right(scores, torch.tensor([2, 0, 3])).tolist() == [0.5, 1.0, 0.25]
+    assert train.share_right(scores, torch.tensor([3, 1, 3])).tolist() == [0.0, 0.0, 0.25]

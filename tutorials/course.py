@@ -1,6 +1,7 @@
 """What the tutorials and experiments share: data, a short training loop, measures, pictures."""
 
 import ast
+import contextlib
 import itertools
 import math
 import re
@@ -140,6 +141,16 @@ def similarities(name):
 # ---------------------------------------------------------------------------------------------
 
 
+def device_of(model):
+    return model.model.embed_tokens.weight.device
+
+
+def text_of(tokenizer, ids):
+    """The text of ids, with a line end where a document ends."""
+    pieces = (b"\n" if i == tokenizer.eot else tokenizer.token_bytes(i) for i in map(int, ids))
+    return b"".join(piece or b"" for piece in pieces).decode("utf-8", "replace")
+
+
 def shipped():
     """The small trained model that comes with the project, and its tokenizer."""
     model = mhf.load(CHECKPOINT).requires_grad_(False)
@@ -186,23 +197,25 @@ def fit(model, ids, steps, seed=0, learning_rate=1e-3, rows=8, objective=None):
     """Train for a few steps, as train.py does: AdamW, warm-up, cosine, clipping; float32.
 
     ids: token ids of a text, or a list of several texts' that share the rows of a step equally;
-    rows: sequences of the context's length in a step. Yields (step, loss) of each.
+    rows: sequences of the context's length in a step, of which 8 are in memory at a time. Yields
+    (step, loss) of each. The batches are those that train.py would take with this seed.
     """
-    settings = train.Settings(steps=steps, learning_rate=learning_rate)
-    optimizer = train.make_optimizer(model, settings, torch.device("cpu"))
+    settings, device = train.Settings(steps=steps, learning_rate=learning_rate), device_of(model)
+    optimizer, loss = train.make_optimizer(model, settings, device), train.Loss(model, "lean")
     texts, T = ids if isinstance(ids, list) else [ids], model.config.max_position_embeddings
+    objective, plain = objective or model.config.objective, contextlib.nullcontext
+    scaler = torch.amp.GradScaler(enabled=False)
     model.train().requires_grad_(True)
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = train.learning_rate(step, settings)
-        parts = [train.batch(text, seed, step, rows // len(texts), T) for text in texts]
-        x, y = (torch.cat(part) for part in zip(*parts))  # (rows, T)
-        loss = model.loss(x, y, objective or model.config.objective, head="lean")
-        loss.backward()
+        parts = [train.batch(text, seed, step, max(1, rows // len(texts)), T) for text in texts]
+        x, y = (torch.cat(part).to(device) for part in zip(*parts))  # (rows, T)
+        optimizer.zero_grad(set_to_none=True)
+        total = train.accumulate(loss, x, y, objective, 8, plain, scaler)
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        yield step, loss.item()
+        yield step, total.item()
     model.eval().requires_grad_(False)
 
 
@@ -222,7 +235,7 @@ def predictions(model, ids, windows=None):
     if windows and windows < len(starts):
         starts = starts[np.linspace(0, len(starts) - 1, windows).astype(int)]
     for start in starts:
-        row = torch.from_numpy(ids[start : start + T + 1])
+        row = torch.from_numpy(ids[start : start + T + 1]).to(device_of(model))
         yield model.token_scores(model(row[None, :-1])[0]), row[1:]
 
 
@@ -250,7 +263,7 @@ def last_words(ids, tokenizer, window, count):
     ids: token ids of a text; `count` sentence ends are taken, evenly spread. Returns pairs (ids of
     the context, ids of the word), together at most `window` long, the context at least half of it.
     """
-    text = tokenizer.decode(ids[:])
+    text = text_of(tokenizer, ids[:])
     reach = 8 * window  # characters that are sure to hold the window
     ends = [m for m in LAST_WORD.finditer(text) if m.start() >= reach]
     if not ends:
@@ -265,19 +278,23 @@ def last_words(ids, tokenizer, window, count):
 
 @torch.no_grad()
 def last_word_results(model, passages, rows=16):
-    """Yields for each passage: whether the word, all its tokens, is what the model finds likeliest,
-    and −log P of the word in nats, calibrated."""
+    """Yields for each passage: 1 if the word, all its tokens, is what the model finds likeliest,
+    else 0, and −log P of the word in nats, calibrated.
+
+    Tokens that share a signature are equally likely: of k best ones each counts 1/k.
+    """
     for start in range(0, len(passages), rows):
         batch = passages[start : start + rows]
         length = max(len(context) + len(word) for context, word in batch)
         # What stands behind a row's end changes nothing before it.
-        ids = torch.zeros(len(batch), length, dtype=torch.long)  # (rows, T)
-        for row, (context, word) in zip(ids, batch):
-            row[: len(context) + len(word)] = torch.tensor(context + word)
-        for h, (context, word) in zip(model(ids), batch):
-            at, target = slice(len(context) - 1, len(context) + len(word) - 1), torch.tensor(word)
-            scores = model.token_scores(h[at])  # (len(word), V)
-            right = bool((scores.argmax(-1) == target).all())
+        ids = [[*context, *word] for context, word in batch]
+        ids = [row + [0] * (length - len(row)) for row in ids]
+        ids = torch.tensor(ids, device=device_of(model))  # (rows, T)
+        for h, row, (context, word) in zip(model(ids), ids, batch):
+            end = len(context) + len(word)
+            target = row[len(context) : end]  # (len(word),)
+            scores = model.token_scores(h[len(context) - 1 : end - 1])  # (len(word), V)
+            right = train.share_right(scores, target).prod().item()
             scores = scores / model.config.calibration
             yield right, torch.nn.functional.cross_entropy(scores, target, reduction="sum").item()
 
@@ -289,7 +306,7 @@ def last_word_accuracy(model, passages):
 
 def word_counts(corpus):
     """How often the training text has each word, in small letters."""
-    text = corpus.tokenizer.decode(corpus.training[:])
+    text = text_of(corpus.tokenizer, corpus.training[:])
     return Counter(re.findall(r"[^\W\d_]+", text.lower()))
 
 
@@ -302,11 +319,11 @@ def word_states(model, tokenizer, words):
     """
     found = {"input": [], "penultimate": [], "last": []}
     for word in words:
-        ids = torch.tensor([tokenizer.encode(" " + word)])
+        ids = torch.tensor([tokenizer.encode(" " + word)], device=device_of(model))
         states, outputs = model(ids, return_layers=True)
         layers = model.embed(ids), outputs[-2], states
         for name, layer in zip(found, layers):
-            found[name].append(layer[0].mean(0))  # (D,)
+            found[name].append(layer[0].mean(0).cpu())  # (D,)
     return {name: torch.stack(rows) for name, rows in found.items()}
 
 

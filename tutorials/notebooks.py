@@ -66,6 +66,9 @@ def main():
     parser.add_argument("--execute", action="store_true")
     args = parser.parse_args()
     chosen = [s for s in scripts() if s.stem.startswith(tuple(args.names) or "")]
+    if not chosen:
+        print(f"no tutorial begins with {' or '.join(args.names)}", file=sys.stderr)
+        return 2
     if args.check:
         if wrong := differing():
             print(f"run `python tutorials/notebooks.py`: not in step are {', '.join(wrong)}")

@@ -1,0 +1,574 @@
+"""The claims of the paper, and a few of ours: what is trained for each, judged and drawn.
+
+`experiments.py` trains and measures; a *result* is what it writes into results/NAME.json. A verdict
+is made from a result by code:
+
+* better or worse: every seed of one variant is beyond every seed of the other. Three seeds against
+  three do that by chance in 5 of 100 cases, and there are dozens of comparisons here; so a verdict
+  is a hint with figures beside it, not a proof.
+* no change: the change from one measure to another of the same run, in every seed, within a margin
+  that is named.
+* everything else is open, and so is every verdict from fewer than three seeds.
+"""
+
+import math
+from dataclasses import dataclass
+from statistics import mean
+
+import course
+import torch
+from course import mhf
+
+STANDARD = dict(model="standard")
+LANGUAGES = ("ar", "hi", "zh_Hans")
+
+
+@dataclass
+class Scale:
+    """How large the models of an experiment are. Bucket counts are the paper's shares of V."""
+
+    preset: str
+    V: int
+
+    def mhf(self, H, share, objective="independent", **more):
+        """Flags of train.py for H functions with B = share · V buckets."""
+        return dict(num_hashes=H, num_buckets=round(self.V * share), objective=objective) | more
+
+    def h3(self, **more):  # as many rows as a standard table: the paper's H3B10K
+        return self.mhf(3, 10624 / 32768, **more)
+
+    def h4(self, **more):  # twice as many: H4B16K
+        return self.mhf(4, 1 / 2, **more)
+
+    def sizes(self):
+        """{name: flags} of the backbones that `size` compares."""
+        if self.preset != "tiny":
+            return {"100m": {"preset": "100m"}, "1b": {"preset": "1b"}}
+        small = dict(hidden_size=64, num_attention_heads=1, intermediate_size=192)
+        return {"D 64": small, "D 128": {}}
+
+    def deeper(self, size):
+        """How many more layers give a standard model the parameters of H4, or just more."""
+        flags = {"preset": self.preset} | size
+        config = mhf.Config.preset(flags.pop("preset"), vocab_size=self.V, **flags)
+        with torch.device("meta"):
+            parts = mhf.GatedEmbedding(config), mhf.CascadeDecoder(config), mhf.Block(config)
+        gate, decoder, block = (sum(p.numel() for p in part.parameters()) for part in parts)
+        return math.ceil((self.V * config.hidden_size + gate + decoder) / block)
+
+
+# ---------------------------------------------------------------------------------------------
+# Judging and drawing
+# ---------------------------------------------------------------------------------------------
+
+
+def values(result, label, name):
+    """What the seeds of a variant gave, in the order of the seeds."""
+    return [run[name] for run in result["runs"] if run["label"] == label]
+
+
+def labels(result):
+    return list(dict.fromkeys(run["label"] for run in result["runs"]))
+
+
+def compare(a, b):
+    """1 if all of a are above all of b, −1 if below, 0 if their ranges overlap."""
+    return (min(a) > max(b)) - (max(a) < min(b))
+
+
+def verdict(comparisons):
+    """A claim wants them to be 1: held if all are, not held if one is −1, else open."""
+    return True if min(comparisons) == 1 else False if min(comparisons) == -1 else None
+
+
+def changes(before, after):
+    """Relative changes, seed by seed."""
+    return [b / a - 1 for a, b in zip(before, after)]
+
+
+def within(ratios, margin):
+    """Whether no change is above the margin: True, False (all are above it) or None."""
+    return True if max(ratios) <= margin else False if min(ratios) > margin else None
+
+
+def say(numbers, percent=False):
+    """Mean (lowest to highest) as text."""
+    size = mean(numbers)
+    scale, digits = (100, 1) if percent else (1, 2 if size < 10 else 1 if size < 100 else 0)
+    low, middle, high = (f"{scale * x:.{digits}f}" for x in (min(numbers), size, max(numbers)))
+    return f"{middle}{' %' if percent else ''} ({low} to {high})"
+
+
+def say_change(ratios):
+    low, middle, high = (100 * x for x in (min(ratios), mean(ratios), max(ratios)))
+    return f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})"
+
+
+def bars(axis, result, name, ylabel, names=None, scale=1, zoom=True):
+    """A bar for the mean of each variant and a dot for each seed; zoom: not from 0."""
+    names, every = names or labels(result), []
+    for i, label in enumerate(names):
+        y = [scale * v for v in values(result, label, name)]
+        axis.bar(i, mean(y), color=course.SKY, width=0.7)
+        axis.plot([i] * len(y), y, "o", color=course.BLACK, markersize=4)
+        every += y
+    axis.set_xticks(range(len(names)), names)
+    axis.set_ylabel(ylabel)
+    if zoom:
+        room = max(every) - min(every) or max(every) / 10
+        axis.set_ylim(min(every) - room / 2, max(every) + room / 4)
+
+
+def perplexities(axis, label="held-out perplexity, calibrated"):
+    """A logarithmic axis whose marks are plain numbers."""
+    axis.set(yscale="log", ylabel=label)
+    axis.yaxis.set_minor_formatter("{x:g}")
+    axis.yaxis.set_major_formatter("{x:g}")
+
+
+class Experiment:
+    """A claim, the runs that test it, and what they say."""
+
+    claim = paper = ""
+    kind = "quality"  # what is measured of every run, one of experiments.MEASURES
+    equal_time = False  # whether slower variants make fewer steps
+
+    def variants(self, scale):
+        """{label: flags of train.py} of the models to train."""
+        raise NotImplementedError
+
+    def judge(self, result):
+        """Yields (held, sentence); held is True, False, or None where the seeds leave it open."""
+        raise NotImplementedError
+
+    def draw(self, plt, result):
+        """A figure."""
+        raise NotImplementedError
+
+
+# ---------------------------------------------------------------------------------------------
+# The claims
+# ---------------------------------------------------------------------------------------------
+
+
+class OneId(Experiment):
+    claim = "One id a token is not enough; four are, whatever the number of buckets"
+    paper = "LAMBADA with one id 4.29, 14.30 at best (B 16K); with four about 30 at every B"
+    shares = {"V/8": 1 / 8, "V/4": 1 / 4, "V/2": 1 / 2}
+
+    def variants(self, scale):
+        return {
+            f"H{H}, B = {name}": scale.mhf(H, share)
+            for H in (1, 2, 4)
+            for name, share in self.shares.items()
+        }
+
+    def judge(self, result):
+        for name, percent, better, what in (
+            ("last_word", True, 1, "last words right"),
+            ("last_word_bits", False, -1, "bits of a last word"),
+            ("top1", True, 1, "next tokens right"),
+        ):
+            one, four = (
+                [values(result, f"H{H}, B = {s}", name) for s in self.shares] for H in (1, 4)
+            )
+            texts = [
+                f"{say(a, percent)} → {say(b, percent)} at {s}"
+                for a, b, s in zip(one, four, self.shares)
+            ]
+            held = verdict([better * compare(b, a) for a, b in zip(one, four)])
+            yield held, f"{what}, one id → four: {'; '.join(texts)}"
+        one, few, many = (
+            values(result, k, "last_word_bits")
+            for k in ("H1, B = V/2", "H4, B = V/8", "H4, B = V/2")
+        )
+        yield (
+            verdict([compare(one, few)]),
+            f"bits of a last word with tables of equal size, one id of V/2 buckets → four of V/8: "
+            f"{say(one)} → {say(few)}",
+        )
+        change = changes(many, few)
+        yield (
+            within(change, 0.02),
+            f"four ids with a quarter of the buckets (V/2 → V/8), bits of a last word, margin 2 %: "
+            f"{say_change(change)}",
+        )
+
+    def draw(self, plt, result):
+        figure, axes = plt.subplots(1, 3, figsize=(10.5, 3.4))
+        panels = (
+            ("last_word", 100, "last words right (%)"),
+            ("last_word_bits", 1, "bits of a last word"),
+            ("top1", 100, "next tokens right (%)"),
+        )
+        for axis, (name, unit, what) in zip(axes, panels):
+            for H, colour, marker in zip(
+                (1, 2, 4), (course.VERMILION, course.ORANGE, course.BLUE), "s^o"
+            ):
+                found = [values(result, f"H{H}, B = {s}", name) for s in self.shares]
+                y = [unit * mean(v) for v in found]
+                axis.plot(list(self.shares), y, color=colour, marker=marker, label=f"H = {H}")
+                low, high = ([unit * edge(v) for v in found] for edge in (min, max))
+                axis.fill_between(list(self.shares), low, high, color=colour, alpha=0.2)
+            axis.set(xlabel="buckets B, as a share of V", ylabel=what)
+        axes[1].legend(loc="lower left")
+        return figure
+
+
+class Size(Experiment):
+    claim = "Better than a standard and a deeper standard model, the more so the larger"
+    paper = "at 100M, 1B and 3B ahead of both on the mean of ten tasks"
+
+    def variants(self, scale):
+        found = {}
+        for name, size in scale.sizes().items():
+            k = scale.deeper(size)
+            for label, flags in (
+                ("standard", STANDARD),
+                (f"standard+{k}L", STANDARD | {"extra_layers": k}),
+                ("H3", scale.h3()),
+                ("H4", scale.h4()),
+                ("H3 exact", scale.h3(objective="exact")),
+                ("H4 exact", scale.h4(objective="exact")),
+            ):
+                found[f"{name}: {label}"] = flags | size
+        return found
+
+    def judge(self, result):
+        names = labels(result)
+        sizes = list(dict.fromkeys(n.split(": ")[0] for n in names))
+        for objective, whose in (("", "the paper's objective"), (" exact", "ours, exact")):
+            for deep, rival in ((False, "a standard model"), (True, "a deeper one")):
+                ahead, gains, texts = [], [], []
+                for size in sizes:
+                    other = next(
+                        n for n in names if n.startswith(f"{size}: standard") and deep == ("+" in n)
+                    )
+                    base = values(result, other, "bits_per_byte")
+                    found = {
+                        H: values(result, f"{size}: {H}{objective}", "bits_per_byte")
+                        for H in ("H3", "H4")
+                    }
+                    ahead.append(compare(base, found["H4"]))
+                    gains.append([-c for c in changes(base, found["H4"])])
+                    text = ", ".join(
+                        f"{H} {say_change(changes(base, v))}" for H, v in found.items()
+                    )
+                    texts.append(f"{text} at {size}")
+                yield verdict(ahead), f"bits a byte against {rival}, {whose}: {'; '.join(texts)}"
+            grows = verdict([compare(b, a) for a, b in zip(gains, gains[1:])])
+            yield grows, f"the gain of H4 over a deeper model grows with size, {whose}"
+
+    def draw(self, plt, result):
+        names = labels(result)
+        sizes = list(dict.fromkeys(n.split(": ")[0] for n in names))
+        figure, axes = plt.subplots(1, len(sizes), figsize=(9.5, 3.8))
+        for axis, size in zip(axes, sizes):
+            mine = [n for n in names if n.startswith(size + ":")]
+            bars(axis, result, "bits_per_byte", "held-out bits a byte", mine)
+            axis.set_xticks(range(len(mine)), [n.split(": ")[1] for n in mine], rotation=45)
+            axis.set_xlabel(size)
+        return figure
+
+
+class Lsh(Experiment):
+    claim = "Locality-sensitive functions give no steady gain"
+    paper = "LAMBADA 30.91, …, 31.40, 31.36 with 0 … 4 of 4 functions locality-sensitive"
+
+    def variants(self, scale):
+        lsh = [{"num_lsh": n} if n else {} for n in range(5)]
+        return {f"{n} of 4": scale.mhf(4, 1 / 4, **lsh[n]) for n in range(5)}
+
+    def judge(self, result):
+        for name, percent, sign, what in (
+            ("last_word_bits", False, -1, "bits of a last word"),
+            ("bits_per_byte", False, -1, "bits a byte"),
+        ):
+            found = [values(result, label, name) for label in labels(result)]
+            gains = [[sign * c for c in changes(found[0], v)] for v in found[1:]]
+            held = [within(g, 0.01) for g in gains]
+            text = ", ".join(say(v, percent) for v in found)
+            yield (
+                False if False in held else None if None in held else True,
+                f"no gain above 1 % in {what} with 0 … 4: {text}",
+            )
+
+    def draw(self, plt, result):
+        figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
+        bars(axes[0], result, "last_word_bits", "bits of a last word")
+        bars(axes[1], result, "bits_per_byte", "held-out bits a byte")
+        for axis in axes:
+            axis.set_xlabel("locality-sensitive functions")
+        return figure
+
+
+class Objective(Experiment):
+    claim = "Training the renormalised probability itself (ours: exact, joint)"
+    paper = "an option in the authors' code; no figures"
+
+    def variants(self, scale):
+        ours = {name: scale.h4(objective=name) for name in mhf.OBJECTIVES}
+        return {"standard": STANDARD} | ours
+
+    def judge(self, result):
+        found = {k: values(result, k, "perplexity") for k in labels(result)}
+        raw = values(result, "independent", "perplexity_at_1")
+        text = ", ".join(f"{k} {say(v)}" for k, v in found.items())
+        yield (
+            verdict([compare(found["independent"], found["exact"])]),
+            f"exact below independent in calibrated perplexity: {text}; independent at τ = 1, the "
+            f"paper's rule: {say(raw)}",
+        )
+        yield (
+            verdict([compare(found["standard"], found["exact"])]),
+            "exact below the standard model, at equal steps",
+        )
+        mass = {k: values(result, k, "valid_mass") for k in mhf.OBJECTIVES}
+        text = ", ".join(f"{k} {mean(v):.1g}" for k, v in mass.items())
+        yield (
+            verdict([compare(mass["independent"], mass["exact"])]),
+            f"but a function of it says less by itself; valid mass: {text}",
+        )
+
+    def draw(self, plt, result):
+        figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.6))
+        for label, colour, marker in zip(labels(result), course.COLOURS, "os^D"):
+            for run in result["runs"]:
+                if run["label"] == label:
+                    steps, style = run["curve"]["steps"], dict(color=colour, marker=marker)
+                    first = {"label": label} if run["seed"] == 1 else {}
+                    axes[0].plot(steps, run["curve"]["perplexity"], **style, **first, markersize=4)
+                    if label != "standard":
+                        axes[1].plot(steps, run["curve"]["valid_mass"], **style, markersize=4)
+        perplexities(axes[0])
+        axes[1].set(ylabel="valid mass (probability)", yscale="log")
+        for axis in axes:
+            axis.set_xlabel("step")
+        axes[0].legend()
+        return figure
+
+
+class Calibration(Experiment):
+    claim = "A product of H distributions is about H times too sharp (ours: τ repairs it)"
+    paper = "no calibration"
+
+    def variants(self, scale):
+        many = OneId().variants(scale)
+        return many | {"H4, B = V/2, exact": scale.h4(objective="exact")}
+
+    def judge(self, result):
+        taus = {H: values(result, f"H{H}, B = V/2", "tau") for H in (1, 2, 4)}
+        text = ", ".join(f"{say(v)} for H = {H}" for H, v in taus.items())
+        exact = say(values(result, "H4, B = V/2, exact", "tau"))
+        yield (
+            verdict([compare(taus[2], taus[1]), compare(taus[4], taus[2])]),
+            f"best τ rises with H: {text} (B = V/2); exact objective, H = 4: {exact}",
+        )
+        raw, fitted = (values(result, "H4, B = V/2", k) for k in ("perplexity_at_1", "perplexity"))
+        yield (
+            verdict([compare(raw, fitted)]),
+            f"perplexity of H = 4 at τ = 1 → at the fitted τ: {say(raw)} → {say(fitted)}",
+        )
+
+    def draw(self, plt, result):
+        figure, axes = plt.subplots(1, 2, figsize=(9, 3.4))
+        for share, colour, marker in zip(OneId.shares, course.COLOURS, "os^"):
+            for H in (1, 2, 4):
+                taus = values(result, f"H{H}, B = {share}", "tau")
+                first = {"label": f"B = {share}"} if H == 1 else {}
+                axes[0].plot([H] * len(taus), taus, marker, color=colour, alpha=0.7, **first)
+        names = ["H1, B = V/2", "H2, B = V/2", "H4, B = V/2", "H4, B = V/2, exact"]
+        exact = values(result, names[-1], "tau")
+        axes[0].plot([4] * len(exact), exact, "D", color=course.PURPLE, label="exact, B = V/2")
+        axes[0].plot([1, 4], [1, 4], ":", color=course.BLACK, linewidth=1, label="τ = H")
+        axes[0].set(xlabel="functions H", ylabel="best τ", xticks=(1, 2, 4))
+        axes[0].legend()
+        for i, (name, text) in enumerate((("perplexity_at_1", "τ = 1"), ("perplexity", "best τ"))):
+            y = [mean(values(result, k, name)) for k in names]
+            x = [j + 0.4 * i for j in range(4)]
+            axes[1].bar(x, y, 0.38, label=text, color=course.COLOURS[i])
+        axes[1].set_xticks([j + 0.2 for j in range(4)], ["H 1", "H 2", "H 4", "H 4 exact"])
+        perplexities(axes[1], "held-out perplexity")
+        axes[1].legend()
+        return figure
+
+
+class Growth(Experiment):
+    claim = "New tokens without new parameters, and nothing lost in the old language"
+    paper = "32K → 48K tokens: no new parameter, English as before"
+    kind = "growth"
+    ours = {"H4": "the paper's objective", "H4 exact": "ours, exact"}
+
+    def variants(self, scale):
+        return {"standard": STANDARD, "H4": scale.h4(), "H4 exact": scale.h4(objective="exact")}
+
+    def judge(self, result):
+        added = {k: values(result, k, "added_parameters")[0] for k in labels(result)}
+        same = all(run["old_scores_kept"] for run in result["runs"] if run["label"] in self.ours)
+        yield (
+            same and added["H4"] == added["H4 exact"] == 0,
+            f"half a vocabulary more: no parameter for MHF, {added['standard']:,} for the standard "
+            f"model; the old tokens' scores stay bit for bit: {'yes' if same else 'no'}",
+        )
+        for stage, what in (("expanded", "right after expanding"), ("after", "trained on")):
+            change = {
+                k: changes(*(values(result, k, f"old_{at}") for at in ("before", stage)))
+                for k in labels(result)
+            }
+            for k, whose in self.ours.items():
+                yield (
+                    within(change[k], 0.01),
+                    f"English {what}, bits a byte, margin 1 %: {k} ({whose}) "
+                    f"{say_change(change[k])}; standard {say_change(change['standard'])}",
+                )
+        rival = values(result, "standard", "new_after")
+        for k, whose in self.ours.items():
+            before, after = (values(result, k, f"new_{at}") for at in ("before", "after"))
+            yield (
+                verdict([compare(rival, after)]),
+                f"new languages below the standard model's {say(rival)} bits a byte after training "
+                f"on: {k} ({whose}) {say(before)} → {say(after)}",
+            )
+        plain = values(result, "H4 exact", "new_unexpanded")
+        grown = values(result, "H4 exact", "new_after")
+        yield (
+            verdict([compare(plain, grown)]),
+            f"worth it: the same training without new tokens, H4 exact: {say(plain)}, with: "
+            f"{say(grown)}",
+        )
+
+    def draw(self, plt, result):
+        figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
+        stages = ["before", "expanded", "after", "unexpanded"]
+        texts = ["before", "expanded", "trained\non", "trained on,\nnot expanded"]
+        new = ", ".join(result["languages"])
+        for axis, which, title in zip(axes, ("new", "old"), (new, "English")):
+            for i, label in enumerate(labels(result)):
+                found = [values(result, label, f"{which}_{stage}") for stage in stages]
+                x = [j + 0.27 * (i - 1) for j in range(len(stages))]
+                axis.bar(x, [mean(v) for v in found], 0.25, label=label, color=course.COLOURS[i])
+                for at, v in zip(x, found):
+                    axis.plot([at] * len(v), v, ".", color=course.BLACK, markersize=4)
+            axis.set_xticks(range(len(stages)), texts)
+            axis.set(ylabel=f"bits a byte, {title}")
+        axes[0].legend()
+        return figure
+
+
+class RareWords(Experiment):
+    claim = "Similarity of rare words: best at the last layer but one, above the standard model"
+    paper = "Spearman 0.32 at the penultimate layer (Card-660)"
+    kind = "words"
+
+    def variants(self, scale):
+        return {
+            "standard": STANDARD,
+            "H3": scale.h3(),
+            "H4": scale.h4(),
+            "H4 exact": scale.h4(objective="exact"),
+        }
+
+    def found(self, result, name, label, layer):
+        """Spearman of each seed, and the lowest and highest end of their intervals."""
+        runs = [run["words"][name][layer] for run in result["runs"] if run["label"] == label]
+        ends = [run["spearman_interval"] for run in runs]
+        return [r["spearman"] for r in runs], min(e[0] for e in ends), max(e[1] for e in ends)
+
+    def judge(self, result):
+        for name in result["runs"][0]["words"]:
+            rows = {k: self.found(result, name, k, "penultimate") for k in labels(result)}
+            texts = [
+                f"{k} {mean(v):+.2f} (seeds {min(v):+.2f} to {max(v):+.2f}, interval {low:+.2f} to "
+                f"{high:+.2f})"
+                for k, (v, low, high) in rows.items()
+            ]
+            ours, rival = rows["H4"], rows["standard"]
+            above = True if ours[1] > rival[2] else False if rival[1] > ours[2] else None
+            noise = all(low <= 0 for _, low, _ in rows.values())
+            pairs = result["runs"][0]["words"][name]["pairs"]
+            yield (
+                above,
+                f"{name}, {pairs} pairs of known words, Spearman at the penultimate layer (95 % "
+                f"interval): {'; '.join(texts)}"
+                + ("; every interval reaches 0: not testable at this size" if noise else ""),
+            )
+            last, *ends = self.found(result, name, "H4", "last")
+            best = True if ours[1] > ends[1] else False if ends[0] > ours[2] else None
+            yield best, f"{name}: penultimate above last layer, H4: last {mean(last):+.2f}"
+
+    def draw(self, plt, result):
+        layers, names = ("input", "penultimate", "last"), list(result["runs"][0]["words"])
+        figure, axes = plt.subplots(1, len(names), figsize=(4.5 * len(names), 3.6), squeeze=False)
+        for axis, name in zip(axes[0], names):
+            for i, label in enumerate(labels(result)):
+                rows = [self.found(result, name, label, layer) for layer in layers]
+                y = [mean(v) for v, _, _ in rows]
+                error = [
+                    [a - low for a, (_, low, _) in zip(y, rows)],
+                    [high - a for a, (_, _, high) in zip(y, rows)],
+                ]
+                x = [j + 0.15 * (i - 1.5) for j in range(3)]
+                axis.errorbar(x, y, error, fmt="os^D"[i], color=course.COLOURS[i], label=label)
+            axis.axhline(0, color=course.BLACK, linewidth=0.8)
+            axis.set_xticks(range(3), layers)
+            pairs = result["runs"][0]["words"][name]["pairs"]
+            axis.set(xlabel=f"layer; {name}, {pairs} pairs", ylabel="Spearman's ρ, 95 % interval")
+        axes[0][-1].legend()
+        return figure
+
+
+class EqualTime(Experiment):
+    claim = "Quality for the same time, not only for the same steps (ours)"
+    paper = "compares at equal steps"
+    equal_time = True
+
+    def variants(self, scale):
+        k = scale.deeper({})
+        return {
+            "standard": STANDARD,
+            f"standard+{k}L": STANDARD | {"extra_layers": k},
+            "H4": scale.h4(),
+            "H3 exact": scale.h3(objective="exact"),
+            "H4 exact": scale.h4(objective="exact"),
+        }
+
+    def judge(self, result):
+        cost, names = result["cost_of_a_step"], labels(result)
+        found = {k: values(result, k, "perplexity") for k in names}
+        steps = {k: values(result, k, "steps")[0] for k in names}
+        text = ", ".join(f"{k} {say(v)} in {steps[k]} steps" for k, v in found.items())
+        for k, whose in (("H4", "the paper's objective"), ("H4 exact", "ours")):
+            held = verdict([compare(found["standard"], found[k])])
+            yield held, f"{k} ({whose}) below the standard model, a step costs {cost[k]:.1f} of its"
+        yield None, f"perplexity at equal time, each with a whole schedule of its steps: {text}"
+
+    def draw(self, plt, result):
+        figure, axis = plt.subplots(figsize=(7, 3.8))
+        for label, colour, marker in zip(labels(result), course.COLOURS, "os^Dv"):
+            curves = [run["curve"] for run in result["runs"] if run["label"] == label]
+            x = [s * result["cost_of_a_step"][label] for s in curves[0]["steps"]]
+            y = [mean(at) for at in zip(*(c["perplexity"] for c in curves))]
+            axis.plot(x, y, color=colour, marker=marker, markersize=4, label=label)
+        axis.set_xlabel("training time (1: a step of the standard model)")
+        perplexities(axis)
+        axis.legend()
+        return figure
+
+
+EXPERIMENTS = {
+    "one_id": OneId(),
+    "size": Size(),
+    "lsh": Lsh(),
+    "growth": Growth(),
+    "rare_words": RareWords(),
+    "objective": Objective(),
+    "calibration": Calibration(),
+    "equal_time": EqualTime(),
+}
+
+
+def judged(result):
+    """[{held, text}]: the verdicts on a result, open if there are fewer than three seeds."""
+    few = len({run["seed"] for run in result["runs"]}) < 3
+    verdicts = EXPERIMENTS[result["name"]].judge(result)
+    return [{"held": None if few else held, "text": text} for held, text in verdicts]
