@@ -14,6 +14,7 @@ same command goes on. Flags behind -- are train.py's and hold for every run.
 import argparse
 import contextlib
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -97,7 +98,8 @@ def growth(folder, args):
     """Half a vocabulary more for new languages, then training on, half of it replay.
 
     Bits a byte of test texts: before; expanded; after training on; and of the same training
-    without expansion. At each stage one τ, fitted on validation texts, English and new.
+    without expansion. At each stage each text with a τ of its own, fitted on validation text of its
+    kind: a text that a model has never seen is else measured by how wrong its τ is.
     """
     found, (new, *held_out) = {"languages": list(args.languages)}, translations(args.languages)
     for stage, expand in (("after", True), ("unexpanded", False)):
@@ -120,16 +122,12 @@ def growth(folder, args):
 
 def bits(model, tokenizer, new, old, stage):
     """Bits a byte of the test texts; new, old: pairs (validation text, test text)."""
-    pairs = [
-        pair
-        for validation, _ in (new, old)
-        for pair in course.predictions(model, np.array(tokenizer.encode(validation)), 16)
-    ]
-    model.config.calibration = train.fit_calibration(*(torch.cat(part) for part in zip(*pairs)))
-    return {
-        f"{which}_{stage}": course.bits_per_byte(model, tokenizer, test)
-        for which, (_, test) in (("new", new), ("old", old))
-    }
+    found = {}
+    for which, (validation, test) in (("new", new), ("old", old)):
+        pairs = zip(*course.predictions(model, np.array(tokenizer.encode(validation)), 16))
+        model.config.calibration = train.fit_calibration(*map(torch.cat, pairs))
+        found[f"{which}_{stage}"] = course.bits_per_byte(model, tokenizer, test)
+    return found
 
 
 def expanded(model, tokenizer, text, ids):
@@ -247,7 +245,8 @@ def measured(args, kind, label, flags, seed):
     folder = run_folder(args, flags, seed)
     settings = {"quality": [args.passages, args.eval_tokens], "words": [args.known, *args.pairs]}
     settings["growth"] = [args.growth_steps, args.growth_tokens, *args.languages]
-    source = train.read_text(__file__) + train.read_text(course.__file__)
+    source = inspect.getsource(MEASURES[kind]) + inspect.getsource(bits)
+    source += train.read_text(course.__file__)
     key = hashlib.sha256(json.dumps([settings[kind], source]).encode()).hexdigest()[:8]
     kept = folder / f"measured-{kind}-{key}.json"
     if not kept.is_file():
