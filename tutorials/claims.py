@@ -94,7 +94,7 @@ def within(ratios, margin):
 def say(numbers, percent=False):
     """Mean (lowest to highest) as text."""
     size = mean(numbers)
-    scale, digits = (100, 1) if percent else (1, 2 if size < 10 else 1 if size < 100 else 0)
+    scale, digits = (100, 1) if percent else (1, 2 if size < 100 else 0)
     low, middle, high = (f"{scale * x:.{digits}f}" for x in (min(numbers), size, max(numbers)))
     return f"{middle}{' %' if percent else ''} ({low} to {high})"
 
@@ -513,7 +513,7 @@ class RareWords(Experiment):
             axis.set_xticks(range(3), layers)
             pairs = result["runs"][0]["words"][name]["pairs"]
             axis.set(xlabel=f"layer; {name}, {pairs} pairs", ylabel="Spearman's ρ, 95 % interval")
-        axes[0][-1].legend()
+        figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
         return figure
 
 

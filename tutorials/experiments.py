@@ -410,13 +410,24 @@ def table(folder):
     """The claims and what came of them, in Markdown, from the result files."""
     files = [folder / f"{name}.json" for name in EXPERIMENTS]
     results = [json.loads(f.read_text(encoding="utf-8")) for f in files if f.is_file()]
-    yield "| claim | paper | here, mean and range over the seeds |"
-    yield "|---|---|---|"
+    size = [run["parameters"] / 1e6 for r in results for run in r["runs"] if "parameters" in run]
+    if results:
+        first = results[0]
+        yield (
+            f"`python tutorials/experiments.py all`, {first['machine']['cpu']}, a thread for each "
+            f"run, torch {first['versions']['torch']}, {first['settings']['precision']}, "
+            f"{first['data']}, {first['runs'][0]['tokens']:,} tokens a run, "
+            f"{min(size):.1f} to {max(size):.1f} million parameters, {first['date']}:"
+        )
+        yield ""
+    yield "| | here, mean (lowest to highest) over the seeds |"
+    yield "|---|---|"
     for result in results:
-        verdicts = [f"*{WORDS[v['held']]}:* {v['text']}" for v in result["verdicts"]]
         link = f"tutorials/results/{result['name']}"
-        claim = f"{result['claim']} ([figures]({link}.json), [picture]({link}.png))"
-        yield f"| {claim} | {result['paper']} | {'<br>'.join(verdicts)} |"
+        links = f"[figures]({link}.json), [picture]({link}.png)"
+        yield f"| **claim** | **{result['claim']}.** Paper: {result['paper']}. {links} |"
+        for v in result["verdicts"]:
+            yield f"| {WORDS[v['held']]} | {v['text']} |"
 
 
 def write_readme(folder, path):
