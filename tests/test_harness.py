@@ -276,7 +276,7 @@ def call(capsys, monkeypatch):
         (dict(revision="main"), "--revision main goes with a hub name, not with a folder"),
         (dict(device="cuda:99"), "--device cuda:99 is not to be had on this machine"),
         (dict(checkpoint="no/such/run"), "there is no checkpoint folder no/such/run"),
-        (dict(tokenizer="no/folder"), "there is no file no/folder"),
+        (dict(tokenizer="no/folder"), "no/folder is no folder here"),
     ],
 )
 def test_mistakes_are_one_sentence(checkpoint, call, flags, sentence):
