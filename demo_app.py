@@ -1,22 +1,18 @@
 """See a token become a signature, and a signature become a token: `python demo_app.py`.
 
-One forward pass gives one trace, `mhf.explain`'s dict. Every view is a function of the trace (and
-of what holds for a checkpoint's whole vocabulary) that returns plain values; a template shows
-them. No view runs the model; sliders only read the trace. What a user adds
-is in the user's own session; models are shared and never changed.
+A trace is what support.explain says of one position, and the scores of all tokens. Every view is a
+function of the trace (and of what holds for a checkpoint's whole vocabulary) that returns plain
+values; a template shows them. No view runs the model; sliders only read the trace. What a user
+adds is in the user's own session; models are shared and never changed.
 """
 
 import argparse
 import atexit
 import contextlib
 import copy
-import csv
 import errno
 import functools
 import inspect
-import io
-import itertools
-import json
 import math
 import os
 import re
@@ -24,11 +20,9 @@ import reprlib
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import urllib.parse
 from dataclasses import dataclass, replace
@@ -49,14 +43,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 import mhf
-from sample import visible
+from support import explain
+from support import tokenizer as tokenizers
 
-HERE = Path(__file__).resolve().parent
-SHIPPED = HERE / "tutorials" / "checkpoint"
+SHIPPED = Path(__file__).resolve().parent / "tutorials" / "checkpoint"
 TOP = 10  # buckets and tokens that a view lists
 MAX_CHARACTERS, MAX_TOKENS, MAX_WORDS, MAX_BYTES = 10_000, 200, 50, 64
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SLIDERS = {"temperature": (1.0, 0.0, 3.0), "top_k": (0, 0, 1000), "top_p": (1.0, 0.01, 1.0)}
+SIGNS = {i: 0x2400 + i for i in range(32)} | {ord(" "): "␣", ord("\n"): "↵"}
 brief = reprlib.repr  # of any value, short enough for a message
 
 
@@ -72,11 +67,11 @@ class Checkpoint:
     name: str
     model: object
     tokenizer: object
-    names: list  # bytes of every token id, None where unknown
+    names: list  # text of every token id, None where unknown
     facts: dict
 
     def ids(self, ids):
-        return torch.tensor([ids], device=self.model.model.cos.device)  # (1, T)
+        return torch.tensor([ids], device=self.model.device)  # (1, T)
 
 
 class Lab:
@@ -89,7 +84,7 @@ class Lab:
             found = mhf.find_checkpoint(first)
             name = Path(first).resolve().name if here else str(first)
             self.first = {name: Path(first) if here else found}
-        self.device, self.why = mhf.choose_device(device)
+        self.device = mhf.choose_device(device)
         self.open = functools.lru_cache(maxsize=3)(self._open)
         self.personal = functools.lru_cache(maxsize=16)(self._personal)
 
@@ -110,14 +105,21 @@ class Lab:
         return self.open(name, mhf.find_checkpoint(paths[name]))
 
     def _open(self, name, folder):
-        model = mhf.load(folder).to(self.device).requires_grad_(False)
         tokenizer = None
-        if (folder / "tokenizer.tiktoken").is_file():
-            tokenizer = mhf.Tokenizer.load(folder)
-        V, signatures = model.config.vocab_size, getattr(model, "signatures", None)
-        names = [tokenizer.token_bytes(i) if tokenizer else None for i in range(V)]
-        if signatures:
-            names = [raw or name for raw, name in zip(signatures.tokens, names, strict=True)]
+        try:
+            model = mhf.load(folder).to(self.device).requires_grad_(False)
+            if (folder / "tokenizer.tiktoken").is_file():
+                tokenizer = tokenizers.load(folder)
+                tokenizers.check(model, tokenizer)
+        except (ValueError, OSError) as error:  # a student's mhf.py may read its own alone
+            about = " ".join(str(error).split())
+            raise ValueError(f"{about}; name one of this mhf.py with --checkpoint") from None
+        raw = [None] * model.config.vocab_size
+        if model.config.model == "mhf":
+            raw = model.signatures.tokens
+        elif tokenizer:
+            raw = map(tokenizer.token_bytes, range(len(raw)))
+        names = [None if t is None else t.decode("utf-8", "backslashreplace") for t in raw]
         return Checkpoint(name, model, tokenizer, names, facts(model))
 
     def _personal(self, shared, words):
@@ -125,9 +127,9 @@ class Lab:
         if not words:
             return shared
         memo = {id(p): p for p in shared.model.parameters()}
-        model, new = copy.deepcopy(shared.model, memo), [word.encode() for word in words]
-        model.expand(new)
-        return replace(shared, model=model, names=shared.names + new)
+        model = copy.deepcopy(shared.model, memo)
+        model.expand([word.encode() for word in words])
+        return replace(shared, model=model, names=[*shared.names, *words])
 
     def encode(self, checkpoint, words, text):
         """Token ids of a text: a user's own words where they stand, else the tokenizer's."""
@@ -137,13 +139,7 @@ class Lab:
             raise ValueError("the prompt is empty; type at least one character")
         check_text(text)
         if checkpoint.tokenizer is None:
-            try:
-                return [int(word) for word in text.split()]
-            except ValueError:
-                raise ValueError(
-                    f"this checkpoint has no tokenizer of this project: type token ids from 0 to "
-                    f"{len(checkpoint.names) - 1}, separated by spaces, not {text[:40]!r}"
-                ) from None
+            return read_ids(text, len(checkpoint.names))
         start, ids = len(checkpoint.names) - len(words), []
         longest = sorted(words, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, longest))})", text) if words else [text]
@@ -153,21 +149,23 @@ class Lab:
         return ids
 
     def trace(self, checkpoint, ids, position=-1, force=None, top_k=TOP):
-        """mhf.explain's trace. Of a model that a student changed, at least the next tokens."""
-        top_k = min(top_k, len(checkpoint.names))
+        """explain's dict and all scores. Of a model that a student changed at least next tokens."""
+        model, top_k = checkpoint.model, min(top_k, len(checkpoint.names))
         with self.lock:
-            mhf.check_explain(checkpoint.model.config, ids, position, top_k, force)
+            row, at, force = explain.check(model, ids, position, top_k, force)  # (1, T)
             try:
-                trace = checkpoint.model.explain(ids, position, top_k, force, all_scores=True)
+                trace = explain.explain(model, row, at, top_k, force)
+                scores = explain.predict(model, row, at, force)[-1]  # (V,)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a student changed
-                trace = self._plain_trace(checkpoint, ids, position, top_k, error)
+                scores = model.token_scores(model(row))[0, at]  # (V,)
+                trace = explain.explain_next(model, row, at, top_k, scores)
+                trace["changed"] = f"{type(error).__name__}: {error}"
         for entry in [*trace["tokens"], *trace["top_tokens"], *filter(None, [trace["next"]])]:
-            raw = checkpoint.names[entry["id"]]
-            if entry["bytes"] is None and raw is not None:  # the standard model's
-                entry |= {"bytes": list(raw), "text": raw.decode("utf-8", "backslashreplace")}
-        return trace
+            entry["text"] = checkpoint.names[entry["id"]]  # the standard model knows none
+        scores = [score if score > -math.inf else None for score in scores.tolist()]
+        return trace | {"scores": scores}
 
     def log_probs(self, checkpoint, ids, start):
         """{place: log P} of the tokens from `start` on, as the model gives them."""
@@ -176,72 +174,51 @@ class Lab:
         found = {i: log_p[i - 1, ids[i]].item() for i in range(start, len(ids))}
         return {i: p if p > -math.inf else None for i, p in found.items()}  # None: an unused id
 
-    def _plain_trace(self, checkpoint, ids, position, top_k, error):
-        log_p = checkpoint.model.log_probs(checkpoint.ids(ids))[0, position]  # (V,)
-        entry = dict.fromkeys(("bytes", "text", "signature", "log_prob_paper", "score"))
-        best = log_p.topk(top_k).indices.tolist()
-        follows = ids[position % len(ids) + 1 :][:1]
-        found = [
-            entry
-            | {"id": i, "log_prob": log_p[i].item(), "rank": 1 + int((log_p > log_p[i]).sum())}
-            for i in best + follows
-        ]
-        return {
-            "schema": 2,
-            "position": position % len(ids),
-            "calibration": 1.0,
-            "vocab_size": len(checkpoint.names),
-            "changed": f"{type(error).__name__}: {error}",
-            "tokens": [entry | {"id": i} for i in ids],
-            "top_tokens": found[: len(best)],
-            "next": found[-1] if follows else None,
-            "scores": [p if p > -math.inf else None for p in log_p.tolist()],
-        }
+
+def read_ids(text, size):
+    """The token ids that a text holds, which is how a model without a tokenizer is asked."""
+    try:
+        ids = [int(word) for word in text.split()]
+    except ValueError:
+        ids = []
+    if not ids or not all(0 <= i < size for i in ids):
+        raise ValueError(
+            f"this checkpoint has no tokenizer of this project: type token ids from 0 to "
+            f"{size - 1}, separated by spaces, not {text[:40]!r}"
+        )
+    return ids
 
 
 def facts(model):
-    """What holds for the whole vocabulary: sizes, bucket loads, close pairs, a re-hash."""
-    config, found = model.config, {"parameters": model.num_parameters()}
-    found |= {"V": config.vocab_size, "D": config.hidden_size, "model": config.model}
+    """What holds for the whole vocabulary: sizes, tokens that were hashed again, close pairs."""
+    config = model.config
+    found = {"parameters": model.num_parameters(), "model": config.model}
+    found |= {"V": config.vocab_size, "D": config.hidden_size}
     found |= {"window": config.max_position_embeddings}
     if config.model != "mhf":
         return found
-    table, H, B = model.signatures, config.num_hashes, config.num_buckets
-    found |= {"H": H, "B": B, "rehashed": len(table.rehashed)}
-    hashed = table.ids.any(-1)  # (V,): neither the pad nor unused ids
-    real = table.ids[hashed].numpy()  # (tokens, H)
-    n, p = len(real), 1 / (B - 1)
-    loads = [_counts(_counts(column, B)[1:]) for column in real.T]
-    rows = [
-        {
-            "tokens": k,
-            "observed": sum(load[k] for load in loads if k < len(load)) / H,
-            "expected": (B - 1) * _binomial(k, n, p),
-        }
-        for k in range(min(n + 1, max(map(len, loads))))
-    ]
-    seen = [row for row in rows if max(row["observed"], row["expected"]) >= 0.05]
-    found["loads"] = seen[:40]
-    few = H > 1 and n <= 100_000  # else it takes seconds
-    found["close_pairs"], rows = _close_pairs(real) if few else (None, None)
+    H, B, hashed = config.num_hashes, config.num_buckets, model.model.hash_map.any(-1).cpu()  # (V,)
+    real = model.signatures.ids[hashed].numpy()  # (tokens, H): neither the pad nor unused ids
+    n, few = len(real), H > 1 and len(real) <= 100_000  # else it takes seconds
+    found |= {"H": H, "B": B, "rehashed": rehashed(model.signatures)}
+    found["close_pairs"], rows = close_pairs(real) if few else (None, None)
     found["close_pair"] = rows and hashed.nonzero()[rows, 0].tolist()
-    found["close_pairs_expected"] = n * (n - 1) / 2 * H * p ** (H - 1)
-    found["rehash"] = _rehash_example(table)
+    found["close_pairs_expected"] = n * (n - 1) / 2 * H * (B - 1) ** (1 - H)
     return found
 
 
-def _binomial(k, n, p):
-    """The chance of k of n, each with probability p."""
-    log_choose = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-    return math.exp(log_choose + k * math.log(p) + (n - k) * math.log1p(-p)) if p < 1 else k == n
+def rehashed(table):
+    """The ids of tokens whose first signature was taken, so far as the tokens are known."""
+    found = []
+    for i, (token, signature) in enumerate(zip(table.tokens, table.signatures)):
+        if token is not None and any(signature) and not table.shared:
+            first = next(table.candidates(token, signature[: table.num_lsh]))
+            found += [i] if first[:-1] == signature[:-1] and first != signature else []
+    return found
 
 
-def _counts(values, size=0):
-    return np.bincount(values, minlength=size).tolist()
-
-
-def _close_pairs(ids):
-    """How many pairs of tokens share H−1 ids or more, and one such pair, if there is any."""
+def close_pairs(ids):
+    """How many pairs of tokens share H − 1 ids or more, and one such pair, if there is any."""
     alike, example = [], None
     for left_out in (*range(ids.shape[1]), []):
         rest = np.ascontiguousarray(np.delete(ids, left_out, 1))
@@ -253,39 +230,8 @@ def _close_pairs(ids):
     return sum(alike) - (len(alike) - 1) * same, example
 
 
-def _rehash_example(table):
-    """The tries of a token that was re-hashed: here, or in a table of the same tokens that is as
-    crowded as it takes (20 collisions are to be expected). None where tokens are not known."""
-    tokens = [token for token in table.tokens if token is not None][: 2**14]
-    if table.from_checkpoint or table.locked or not tokens or table.num_hashes == table.num_lsh:
-        return None
-    H, B, own = table.num_hashes, table.num_buckets, bool(table.rehashed)
-    if not own and H > 1:
-        B = max(3, 1 + round((len(tokens) ** 2 / 40) ** (1 / H)))
-        table = mhf.SignatureTable(H, B)
-        try:
-            table.extend(tokens)
-        except ValueError:  # as crowded as that it does not hold them
-            return None
-    if not table.rehashed:
-        return None
-    most = max(table.rehashed[:1000], key=lambda i: len(table.trace(table.tokens[i])))
-    name = lambda i: {"id": i, "bytes": list(table.tokens[i])}  # noqa: E731
-    return {
-        "own": own,
-        "num_buckets": B,
-        "tokens": len(tokens),
-        "rehashed": len(table.rehashed),
-        "token": name(most) | {"signature": table.ids[most].tolist()},
-        "tries": [
-            {"seed": seed, "last": last, "owner": None if owner is None else name(owner)}
-            for seed, last, owner in table.trace(table.tokens[most])
-        ],
-    }
-
-
 # ---------------------------------------------------------------------------------------------
-# A user's session: a dict that every event takes and returns anew
+# A user's session: a dict; every event takes one and returns a new one
 # ---------------------------------------------------------------------------------------------
 
 
@@ -295,7 +241,7 @@ def check_text(text):
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"character {error.start + 1} of the text is only half a character; type it anew"
+            f"character {error.start + 1} of the text is only half a character; type it again"
         ) from None
 
 
@@ -321,7 +267,7 @@ def current(lab, session):
 
 
 def trace_again(lab, session, **changes):
-    """The session with a new trace: one forward pass."""
+    """The session with a new trace."""
     session = session | changes
     checkpoint = current(lab, session)
     force = {int(j): bucket for j, bucket in session["force"].items()}
@@ -363,9 +309,9 @@ def add_words(lab, session, text, space=True):
     checkpoint = current(lab, session)
     if checkpoint.tokenizer is None or checkpoint.facts["model"] != "mhf":
         raise ValueError("words can be added to a MultiHashFormer with a tokenizer of this project")
-    if there := {word.encode() for word in words} & set(checkpoint.names):
-        word = there.pop().decode("utf-8", "replace")
-        raise ValueError(f"{word!r} is a token already; a new one must differ")
+    for word in words:
+        if word.encode() in checkpoint.model.signatures.tokens:
+            raise ValueError(f"{word!r} is a token already; a new one must differ")
     return open_prompt(lab, session | {"words": session["words"] + words}, session["prompt"])
 
 
@@ -377,7 +323,7 @@ def generate(lab, session, count, temperature, top_k, top_p, seed, ids=None, sta
     if len(ids) >= window:  # as mhf.generate does
         ids, notice = ids[-(window // 2) :], "The context was full: its newest half is kept."
         start = len(ids)
-    stop = {checkpoint.tokenizer.eot} if checkpoint.tokenizer else ()
+    stop = checkpoint.tokenizer.ends if checkpoint.tokenizer else ()
     count, seed = min(int(count), MAX_TOKENS, window - len(ids)), int(seed)
     if not 0 <= seed < 2**63:
         raise ValueError(f"seed must be from 0 to {2**63 - 1}, not {seed}")
@@ -386,7 +332,7 @@ def generate(lab, session, count, temperature, top_k, top_p, seed, ids=None, sta
     )
     log_probs = {i: p for i, p in session["log_probs"].items() if start <= i < len(ids)}
     session = session | {"start": start, "seed": seed, "force": {}, "ids": ids, "notice": notice}
-    session |= {"log_probs": log_probs, "trace": None}  # it is made anew at the end
+    session |= {"log_probs": log_probs, "trace": None}  # comes at the end
     while True:
         with lab.lock:
             found = next(stream, None)
@@ -405,8 +351,11 @@ def generate(lab, session, count, temperature, top_k, top_p, seed, ids=None, sta
 
 def glyph(entry):
     """A token as text in which blanks can be seen; its number where it has no text."""
-    raw = entry.get("bytes")
-    return f"#{entry['id']}" if raw is None else visible(bytes(raw), 24).rstrip(" ") or "∅"
+    if (text := entry.get("text")) is None:
+        return f"#{entry['id']}"
+    unseen = {ord(c): f"\\u{ord(c):04x}" for c in text if not c.isprintable()}
+    shown = text.translate(unseen | SIGNS)
+    return (shown if len(shown) <= 24 else shown[:23] + "…") or "∅"
 
 
 def percent(p):
@@ -452,7 +401,7 @@ def view_tokens(session):
         "position": trace["position"],
         "vocab_size": trace["vocab_size"],
         "notice": session["notice"],
-        "words": [glyph({"bytes": word.encode()}) for word in session["words"]],
+        "words": [glyph({"text": word}) for word in session["words"]],
     }
 
 
@@ -461,7 +410,7 @@ def view_signature(trace, facts):
     """View 2: the ids of the token, who shares them, and how a taken signature is re-hashed."""
     own, follows = trace["signature"], trace["next"] or trace["top_tokens"][0]
     token = trace["tokens"][trace["position"]]
-    H, re_hash = own["num_hashes"], facts.get("rehash")
+    H = len(own["functions"])
     return {
         "token": {"glyph": glyph(token), "id": token["id"], "signature": token["signature"]},
         "next": {"glyph": glyph(follows), "signature": follows["signature"]},
@@ -477,16 +426,11 @@ def view_signature(trace, facts):
         "neighbours": [n | {"glyph": glyph(n)} for n in own["neighbours"]],
         "shared": list(enumerate(own["shared"])),
         "H": H,
-        "B": own["num_buckets"],
-        "signatures": own["num_buckets"] ** H,
+        "B": facts["B"],
+        "signatures": facts["B"] ** H,
         "V": trace["vocab_size"],
         "tries": _tries(own["tries"]),
         "facts": facts,
-        "rehash": re_hash
-        and re_hash | {"glyph": glyph(re_hash["token"]), "tries": _tries(re_hash["tries"])},
-        "most": max(
-            (max(row["observed"], row["expected"]) for row in facts.get("loads", [])), default=1
-        ),
     }
 
 
@@ -531,7 +475,7 @@ def view_gate(trace):
 
 
 @needs("functions")
-def view_cascade(trace):
+def view_cascade(trace, facts):
     """View 4: function by function, the buckets it may be and what is handed on."""
     follows, panels = trace["next"], []
     for f in trace["functions"]:
@@ -554,8 +498,8 @@ def view_cascade(trace):
         panels.append(f | {"bars": bars, "nearest": nearest, "target": target})
     return {
         "panels": panels,
-        "most_bits": math.log2(trace["signature"]["num_buckets"]),
-        "forced": trace["forced"],
+        "most_bits": math.log2(facts["B"]),
+        "forced": forced(trace),
         "next": follows and glyph(follows),
         "best": glyph(trace["top_tokens"][0]),
         "best_p": math.exp(trace["top_tokens"][0]["log_prob"]),
@@ -564,21 +508,19 @@ def view_cascade(trace):
     }
 
 
-def calibrated(trace):
-    """score / τ of every token (V,); −inf for unused ids."""
-    scores = torch.tensor([-math.inf if s is None else s for s in trace["scores"]])  # (V,)
-    return scores / trace["calibration"]
+def forced(trace):
+    """{function: bucket} of a what-if."""
+    functions = trace.get("functions", ())
+    return {f["function"]: f["forced"] for f in functions if f["forced"] is not None}
 
 
 def sampling(trace, temperature, top_k, top_p):
     """{token id: probability} of what `generate` would draw from, by mhf's own function."""
-    logits = calibrated(trace).unsqueeze(0)  # (1, V)
-    mhf.check_sampling(temperature, int(top_k) or None, top_p, 1)
-    weights, ids = mhf.sampling_weights(logits, temperature, int(top_k) or None, top_p)
-    weights = weights[0] / weights.sum()
-    kept = weights.nonzero()[:, 0]
-    tokens = kept if ids is None else ids[0, kept]
-    return dict(zip(tokens.tolist(), weights[kept].tolist(), strict=True))
+    scores = torch.tensor([[-math.inf if s is None else s for s in trace["scores"]]])  # (1, V)
+    logits, top_k = scores / trace["calibration"], int(top_k) or None
+    probs = mhf.sampling_probs(logits, temperature, top_k, top_p)[0]  # (V,)
+    kept = probs.nonzero()[:, 0]
+    return dict(zip(kept.tolist(), probs[kept].tolist(), strict=True))
 
 
 def view_probability(trace, temperature=1.0, top_k=0, top_p=1.0):
@@ -607,7 +549,7 @@ def view_probability(trace, temperature=1.0, top_k=0, top_p=1.0):
         "kept": len(drawn),
         "rest": max(0.0, 1 - shown),
         "settings": (temperature, int(top_k), top_p),
-        "forced": trace.get("forced"),
+        "forced": forced(trace),
     }
 
 
@@ -639,7 +581,7 @@ def view_generate(session, names):
     trace, start, chosen = session["trace"], session["start"], session["position"] + 1
     rows = []
     for i, token_id in enumerate(session["ids"]):
-        entry = {"id": token_id, "bytes": names[token_id]}
+        entry = {"id": token_id, "text": names[token_id]}
         log_p = session["log_probs"].get(i)
         rows.append(
             {
@@ -675,13 +617,11 @@ def view_vocabulary(session, checkpoint):
         }
     D, V = facts["D"], len(checkpoint.names)
     words = []
-    for i in range(V - len(session["words"]), V):
-        unknown = signatures.from_checkpoint or signatures.locked
-        tries = [] if unknown else signatures.trace(signatures.tokens[i])
-        told = {"id": i, "bytes": list(signatures.tokens[i])}
+    for i, word in enumerate(session["words"], V - len(session["words"])):
+        tries = len(signatures.trace(word.encode()))
         words.append(
-            {"glyph": glyph(told), "id": i, "signature": signatures.ids[i].tolist()}
-            | {"tries": len(tries) or "unknown", "taken": max(0, len(tries) - 1)}
+            {"glyph": glyph({"text": word}), "id": i, "tries": tries, "taken": tries - 1}
+            | {"signature": list(signatures.signatures[i])}
         )
     added = checkpoint.model.num_parameters()["total"] - facts["parameters"]["total"]
     lines = {
@@ -698,47 +638,35 @@ def view_vocabulary(session, checkpoint):
         "standard": checkpoint.model.num_parameters()["standard_table"],
         "V": V,
         "ids_bytes": 8 * facts["H"],
-        "chart": chart(series, "tokens in the vocabulary V", "parameters of the table", log=True),
+        "chart": chart(series, "tokens in the vocabulary V", "parameters of the table"),
         "series": series,
         "columns": [1_000, 32_768, 131_072, 1_000_000],
     }
 
 
-def chart(series, x_label, y_label, log=False):
-    """{name: [(x, y), …]} -> lines and ticks in a box of 600 × 260, and a sentence."""
-    points = [point for line in series.values() for point in line]
-    if not points:
-        return None
-    scale = math.log10 if log else float
-    xs, ys = ([scale(point[k]) for point in points] for k in (0, 1))
+def chart(series, x_label, y_label):
+    """{name: [(x, y), …]} -> lines and ticks, both axes logarithmic, in a box of 600 × 260."""
+    points = [(math.log10(x), math.log10(y)) for line in series.values() for x, y in line]
+    xs, ys = zip(*points, strict=True)
     (x0, x1), (y0, y1) = (min(xs), max(xs)), (min(ys), max(ys))
-    place_x = lambda x: 60 + 530 * (scale(x) - x0) / ((x1 - x0) or 1)  # noqa: E731
-    place_y = lambda y: 230 - 215 * (scale(y) - y0) / ((y1 - y0) or 1)  # noqa: E731
-    x_ticks, y_ticks = _ticks(x0, x1, log), _ticks(y0, y1, log)
+    place_x = lambda x: 60 + 530 * (math.log10(x) - x0) / (x1 - x0)  # noqa: E731
+    place_y = lambda y: 230 - 215 * (math.log10(y) - y0) / (y1 - y0)  # noqa: E731
+    ticks = lambda low, high: [10**k for k in range(math.ceil(low), math.floor(high) + 1)]  # noqa: E731
     return {
         "lines": [
-            {"name": name, "last": line[-1], "style": k}
+            {"name": name, "style": k}
             | {"points": " ".join(f"{place_x(x):.1f},{place_y(y):.1f}" for x, y in line)}
             for k, (name, line) in enumerate(series.items())
-            if line
         ],
-        "x_ticks": [(place_x(x), _short(x)) for x in x_ticks],
-        "y_ticks": [(place_y(y), _short(y)) for y in y_ticks],
+        "x_ticks": [(place_x(x), _short(x)) for x in ticks(x0, x1)],
+        "y_ticks": [(place_y(y), _short(y)) for y in ticks(y0, y1)],
         "x_label": x_label,
         "y_label": y_label,
         "told": "; ".join(
-            f"{n}: {_short(v[-1][1])} at {_short(v[-1][0])}" for n, v in series.items() if v
+            f"{name}: {_short(line[-1][1])} at {_short(line[-1][0])}"
+            for name, line in series.items()
         ),
     }
-
-
-def _ticks(low, high, log):
-    """Round numbers from low to high; on a log scale the powers of ten between their exponents."""
-    if log:
-        return [10**k for k in range(math.ceil(low), math.floor(high) + 1)]
-    size = 10 ** math.floor(math.log10((high - low) / 3 or 1))
-    step = next(size * k for k in (5, 2, 1) if (high - low) / (size * k) >= 3 or k == 1)
-    return [step * k for k in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
 def _short(x):
@@ -746,57 +674,6 @@ def _short(x):
         if abs(x) >= unit:
             return f"{x / unit:.3g}{sign}"
     return f"{x:.3g}"
-
-
-def view_compare(a, b, names_a, names_b, label_a, label_b):
-    """View 9: the next tokens of two traces in the same columns, and their difference."""
-    both, tops = [], []
-    for trace in (a, b):
-        p = calibrated(trace).softmax(-1)  # (V,)
-        both.append((p, p.argsort(descending=True).argsort() + 1))
-    same = names_a == names_b
-    known = {raw: i for i, raw in enumerate(names_b) if raw is not None}
-    back = {raw: i for i, raw in enumerate(names_a) if raw is not None}
-    for entry in a["top_tokens"]:
-        i = entry["id"]
-        tops.append((entry, i, i if same else known.get(names_a[i])))
-    for entry in b["top_tokens"]:
-        i = entry["id"]
-        tops.append((entry, i if same else back.get(names_b[i]), i))
-    rows, seen = [], set()
-    for entry, i, k in tops:
-        if (i, k) in seen:
-            continue
-        seen.add((i, k))
-        row = {"glyph": glyph(entry)}
-        for side, index, (p, rank) in zip("ab", (i, k), both, strict=True):
-            there = index is not None and index < len(p)
-            row["p_" + side] = p[index].item() if there else None
-            row["rank_" + side] = rank[index].item() if there else None
-        if None not in (row["p_a"], row["p_b"]):
-            row["difference"] = row["p_b"] - row["p_a"]
-            row["up"] = row["rank_a"] - row["rank_b"]
-        rows.append(row)
-    quantities = []
-    for name, get in (
-        ("valid mass", lambda t: t.get("valid_mass")),
-        ("calibration τ", lambda t: t["calibration"]),
-        ("entropy of the next token, bits", _entropy_bits),
-    ):
-        x, y = get(a), get(b)
-        gap = None if None in (x, y) else y - x
-        quantities.append({"name": name, "a": x, "b": y, "difference": gap})
-    for j, (x, y) in enumerate(zip(a.get("functions", ()), b.get("functions", ()))):
-        x, y = x["entropy_bits"], y["entropy_bits"]
-        name = f"entropy of function {j + 1}, bits"
-        quantities.append({"name": name, "a": x, "b": y, "difference": y - x})
-    rows.sort(key=lambda row: -max(row["p_a"] or 0, row["p_b"] or 0))
-    return {"rows": rows, "quantities": quantities, "a": label_a, "b": label_b}
-
-
-def _entropy_bits(trace):
-    p = sampling(trace, 1.0, 0, 1.0).values()
-    return -sum(x * math.log2(x) for x in p if x > 0)
 
 
 # ---------------------------------------------------------------------------------------------
@@ -877,28 +754,14 @@ one: all views then show what the model makes of it and what it expects after it
 {% if neighbours %}<p>Closest:
 {% for n in neighbours %}{{ chip(n.glyph, note=n.shared ~ " of " ~ H) }} {% endfor %}</p>{% endif %}
 <h3>How it got its last id</h3>
-{% if tries is none %}<p>Not known: the checkpoint has ids without their tokens, this id has no
-token, or tokens share signatures here and are never hashed again.</p>
-{% elif not tries %}<p>This is the pad: all its ids are 0, and it is never hashed.</p>
+{% if tries is none %}<p>Not known: this is the pad, whose ids are all 0, or an id without a token;
+the checkpoint has no tokens, or its ids were not made of them by this mhf.py; or tokens share
+signatures here and are never hashed again.</p>
 {% else %}{{ tries_list(tries, H) }}{% endif %}
-{% if rehash %}<h3>A token that really was re-hashed</h3>
-<p>{% if rehash.own %}{{ facts.rehashed|count }} of this model's tokens were.{% else %}
-None of this model's tokens was. The same tokens with {{ rehash.num_buckets }} buckets instead of
-{{ B|count }}: {{ rehash.rehashed }} of {{ rehash.tokens|count }} were.{% endif %} One with many
-tries is {{ chip(rehash.glyph) }} {{ cells(rehash.token.signature) }}</p>
-{{ tries_list(rehash.tries, H) }}
-{% elif tries is not none %}<p>No token of this model was re-hashed.</p>{% endif %}
-<h3>All {{ facts.V|count }} tokens</h3>
-{% if H > 1 %}<p>Pairs of tokens that share at least {{ H - 1 }} of {{ H }} ids:
+<p>Of all tokens, {{ facts.rehashed|length|count }} had to be hashed again.
+{% if H > 1 %}Pairs of tokens that share at least {{ H - 1 }} of {{ H }} ids:
 {{ "not counted" if facts.close_pairs is none else facts.close_pairs|count }};
-{{ "%.2g"|format(facts.close_pairs_expected) }} are to be expected by chance.</p>{% endif %}
-{% call table("Bucket load, observed and expected", ["tokens in a bucket",
-  "buckets, mean of the functions (upper bar)", "expected by chance (lower bar)", ""]) %}
-{% for row in facts.loads %}<tr><th scope="row">{{ row.tokens }}</th>
-<td>{{ "%.1f"|format(row.observed) }}</td><td>{{ "%.1f"|format(row.expected) }}</td>
-<td class="wide">{{ bar("f0", 100 * row.observed / most) }}
-{{ bar("f1", 100 * row.expected / most) }}</td></tr>{% endfor %}
-{% endcall %}
+{{ "%.2g"|format(facts.close_pairs_expected) }} are to be expected by chance.{% endif %}</p>
 """,
     "gate": """
 <h3>How {{ chip(glyph, True) }} becomes one vector</h3>
@@ -1028,33 +891,6 @@ checkpoint stores {{ ids_bytes }} bytes for the ids of each. Now use one in the 
 {% endcall %}
 <p>Now: V = {{ V|count }}; this model's table has {{ table_size|count }} parameters, a V × D one
 would have {{ standard|count }}. All at this model's width.</p>
-""",
-    "compare": """
-{% if not rows %}<p>Type a second prompt or choose a second checkpoint, then compare: both are read
-at their last token.</p>{% else %}<p>A: <b>{{ a }}</b><br>B: <b>{{ b }}</b></p>
-{% call table("Next tokens of A and B", ["token", "A", "B", "difference B − A", "rank A → B"]) %}
-{% for r in rows %}<tr><th scope="row">{{ chip(r.glyph) }}</th>
-{% for p in (r.p_a, r.p_b) %}<td>{{ "no such token" if p is none else p|percent }}</td>{% endfor %}
-<td>{{ "%+.2f points"|format(100 * r.difference) if r.difference is defined else "–" }}</td>
-<td>{{ r.rank_a or "–" }} → {{ r.rank_b or "–" }}
-{% if r.up is defined %}{{ "↑" if r.up > 0 else "↓" if r.up < 0 else "=" }}{% endif %}</td></tr>
-{% endfor %}{% endcall %}
-{% call table("Quantities of A and B", ["quantity", "A", "B", "difference"]) %}
-{% for q in quantities %}<tr><th scope="row">{{ q.name }}</th>
-{% for x in (q.a, q.b, q.difference) %}<td>{{ "–" if x is none else "%.4g"|format(x) }}</td>
-{% endfor %}</tr>{% endfor %}
-{% endcall %}{% endif %}
-""",
-    "train": """
-{% if off %}<p class="notice">{{ off }}</p>{% else %}{% if curve %}{{ lines(curve) }}{% endif %}
-{% call table("Both runs", ["model", "state", "parameters (table)", "step", "loss", "tok/s",
-  "held-out perplexity", "top-1", "valid mass"]) %}
-{% for r in runs %}<tr><th scope="row">{{ r.name }}</th><td>{{ r.state }}</td>
-<td>{{ r.parameters }}</td>{% for key in ("step", "loss", "tokens_per_second", "perplexity", "top1",
-  "valid_mass") %}<td>{{ r[key] or "–" }}</td>{% endfor %}</tr>{% endfor %}
-{% endcall %}{% for r in runs if r.sample %}
-<h4>{{ r.name }} writes, at step {{ r.sample_step }}</h4>
-<pre tabindex="0"><bdi>{{ r.sample }}</bdi></pre>{% endfor %}{% endif %}
 """,
     "tour": """
 <p class="step">Step {{ number }} of {{ total }}: <b>{{ title }}</b></p><p>{{ text }}</p>""",
@@ -1193,16 +1029,6 @@ watch('value', () => {
   if (link) history.replaceState(null, '', link.getAttribute('href'));
 });
 """
-SAVE_JS = """
-watch('value', () => {
-  if (!props.value) return;
-  const a = document.createElement('a');
-  a.href = URL.createObjectURL(new Blob([props.value], {type: 'application/json'}));
-  a.download = 'trace.json';
-  a.click();
-  URL.revokeObjectURL(a.href);
-});
-"""
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1240,27 +1066,18 @@ top $k$ tokens and then to the fewest with mass $p$. Same seed, same machine, sa
     "vocabulary": r"""A standard table has $V \cdot D$ parameters and grows with every token; this
 one has $H \cdot B \cdot D$, for up to $(B-1)^H$ tokens. What grows is the list of ids, $V \cdot
 H$ integers that nobody trains.""",
-    "compare": r"""Both sides show $\mathrm{softmax}(\text{score}/\tau)$ over their own
-vocabulary, each with its own $\tau$, and entropies $-\sum p \log_2 p$. Tokens are matched by
-their bytes.""",
-    "train": r"""The same backbone, data, batches and learning rate; one model reads and predicts
-signatures, the other has one row for each token. Valid mass is the probability on signatures that
-real tokens have.""",
 }
 CODE = {  # what the views show is computed here
-    "signature": ("SignatureTable._tries", "SignatureTable._free_signature"),
+    "signature": ("SignatureTable.candidates", "SignatureTable.extend"),
     "gate": ("GatedEmbedding",),
-    "cascade": ("predict", "CascadeDecoder"),
+    "cascade": ("soft_embedding", "CascadeDecoder"),
     "probability": (
         "MultiHashFormer.token_scores",
         "MultiHashFormer.sum_over_signatures",
-        "MultiHashFormer.mass_on_tokens",
-        "sampling_weights",
+        "sampling_probs",
     ),
-    "generate": ("_generate",),
+    "generate": ("LanguageModel.generate",),
     "vocabulary": ("MultiHashFormer.expand", "SignatureTable.extend"),
-    "compare": ("LanguageModel.log_probs",),
-    "train": ("LanguageModel.loss", "MultiHashFormer.nll"),
 }
 TOUR = [  # title, view, prompt or None, text
     ("A prompt becomes tokens", "signature", "**JULIET**  \nO Romeo, Romeo! wherefore art",
@@ -1301,8 +1118,6 @@ TABS = {
     "probability": "Probability",
     "generate": "Generate",
     "vocabulary": "Vocabulary",
-    "compare": "Compare",
-    "train": "Train",
 }
 
 
@@ -1320,13 +1135,13 @@ def examples(checkpoint):
         ("new line", "**ROMEO**  \n", "blanks and line ends are tokens; see the signs"),
     ]
     if pair := checkpoint.facts.get("close_pair"):
-        text = b"".join(checkpoint.names[i] or b"" for i in pair).decode("utf-8", "ignore")
+        text = "".join(checkpoint.names[i] or "" for i in pair)
         if checkpoint.tokenizer.encode(text) == pair:
             found.append(("two alike", text, "two tokens that share all ids but one"))
-    if (taken := checkpoint.facts.get("rehash")) and taken["own"]:
-        text = bytes(taken["token"]["bytes"]).decode("utf-8", "ignore")
-        if checkpoint.tokenizer.encode(text) == [taken["token"]["id"]]:
-            found.append(("re-hashed", text, "its first signature was taken"))
+    for i in checkpoint.facts.get("rehashed", ())[:100]:
+        if checkpoint.tokenizer.encode(checkpoint.names[i]) == [i]:
+            found.append(("hashed again", checkpoint.names[i], "its first signature was taken"))
+            break
     return found
 
 
@@ -1340,121 +1155,6 @@ def source(name):
         except (AttributeError, OSError, TypeError):
             parts.append(f"# mhf.{path}: not in this mhf.py")
     return "\n\n".join(parts)
-
-
-# ---------------------------------------------------------------------------------------------
-# Training in class: train.py itself, twice, watched through its log
-# ---------------------------------------------------------------------------------------------
-
-CLASS_FLAGS = {
-    "data": "pydocs", "tokenizer": "bpe:1024", "preset": "tiny", "hidden_size": 64,
-    "num_hidden_layers": 2, "num_buckets": 256, "bottle_neck_dim": 32, "intermediate_size": 192,
-    "max_position_embeddings": 64, "tokens_per_step": 1024, "eval_every": 50, "threads": 1,
-    "device": "cpu",
-}  # fmt: skip
-
-
-class Classroom:
-    """A tiny MultiHashFormer and a standard model, tables of one size, trained side by side."""
-
-    def __init__(self, out):
-        self.out, self.runs, self.processes, self.lock = Path(out), {}, {}, threading.Lock()
-        atexit.register(self.stop)
-
-    def start(self, steps):
-        with self.lock:
-            if self.busy():
-                raise ValueError("a training is running already; stop it first")
-            stamp = name = time.strftime("class-%m%d-%H%M%S")
-            for again in itertools.count(2):
-                if not list(self.out.glob(f"{name}-*")):
-                    break
-                name = f"{stamp}-{again}"
-            self.runs = {kind: f"{name}-{kind}" for kind in ("mhf", "standard")}
-            for kind, name in self.runs.items():
-                given = {"steps": int(steps), "model": kind, "out": self.out, "name": name}
-                flags = [(f"--{key}", str(value)) for key, value in (CLASS_FLAGS | given).items()]
-                self._launch(kind, sum(flags, ()))
-
-    def resume(self):
-        with self.lock:
-            if self.busy():
-                raise ValueError("a training is running already; stop it first")
-            if not self.runs:
-                raise ValueError("there is no training to go on with; start one")
-            for kind, name in self.runs.items():
-                self._launch(kind, ["--resume", str(self.out / name)])
-
-    def _launch(self, kind, flags):
-        log = tempfile.TemporaryFile()  # noqa: SIM115
-        self.processes[kind] = subprocess.Popen(
-            [sys.executable, str(HERE / "train.py"), *flags], stdout=log, stderr=log
-        )
-        self.processes[kind].log = log
-
-    def busy(self):
-        return any(process.poll() is None for process in self.processes.values())
-
-    def stop(self):
-        """As Ctrl-C does: the step is finished and saved."""
-        for process in self.processes.values():
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT if os.name == "posix" else signal.SIGTERM)
-        for process in self.processes.values():
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-    def status(self):
-        """[{name, state, parameters, step, loss, …, sample, curve}] of both runs."""
-        return [self._status(kind, self.out / name) for kind, name in self.runs.items()]
-
-    def _status(self, kind, run):
-        found, code = {"name": kind, "state": "starting", "parameters": "–", "curve": []}, None
-        if process := self.processes.get(kind):
-            code = process.poll()
-        try:
-            sizes = json.loads((run / "run.json").read_text(encoding="utf-8"))["parameters"]
-            found["parameters"] = f"{sizes['total']:,} ({sizes['table']:,})"
-            log = (run / "log.csv").read_text(encoding="utf-8")
-            rows = list(csv.DictReader(io.StringIO(log[: log.rfind("\n") + 1])))  # whole lines
-            parts = (run / "samples.txt").read_text(encoding="utf-8").split("--- step ")
-        except (OSError, ValueError, KeyError):
-            rows, parts = [], [""]
-        for row in rows:
-            found |= {key: value for key, value in row.items() if value}
-        steps = [row for row in rows if row.get("loss")]
-        curve = [(int(r["step"]), float(r["loss"])) for r in steps[:: len(steps) // 200 + 1]]
-        found["curve"] = [(step, loss) for step, loss in curve if math.isfinite(loss)]
-        if len(parts) > 1:
-            found["sample_step"], _, found["sample"] = parts[-1].partition("\n")
-        if code is None and rows:
-            found["state"] = "training"
-        elif code is not None:
-            found["state"] = {0: "finished", 130: "stopped"}.get(
-                code, f"failed: {self._last(kind)}"
-            )
-        return found
-
-    def _last(self, kind):
-        log = self.processes[kind].log
-        log.seek(0)
-        return (log.read().decode("utf-8", "replace").strip() or "no message").splitlines()[-1]
-
-
-def view_train(status):
-    """View 8: both runs' losses and numbers."""
-    names = {"mhf": "MultiHashFormer", "standard": "standard, V × D"}
-    runs = [run | {"name": names[run["name"]]} for run in status]
-    series = {run["name"]: run["curve"] for run in runs}
-    for run in runs:
-        for key in ("loss", "perplexity", "top1", "valid_mass", "tokens_per_second"):
-            value = float(run.get(key) or "nan")  # the standard model has no valid mass
-            run[key] = (
-                "–" if math.isnan(value) else f"{value:,.0f}" if value > 999 else f"{value:.4g}"
-            )
-    return {"runs": runs, "curve": chart(series, "step", "training loss")}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -1546,7 +1246,7 @@ def from_link(lab, session, query):
 
 
 def _generated(lab, session, link):
-    """The session with the generated tokens of a link; their probabilities are made anew."""
+    """The session with the generated tokens of a link; their probabilities are computed again."""
     checkpoint, ids = current(lab, session), [int(i) for i in link.get("ids").split(",")]
     known = all(0 <= i < len(checkpoint.names) for i in ids)
     if not known or len(ids) > checkpoint.facts["window"]:
@@ -1567,7 +1267,7 @@ def draw(lab, session, temperature, top_k, top_p, tab="signature"):
         session,
         show("signature", view_signature(trace, checkpoint.facts)),
         show("gate", view_gate(trace)),
-        show("cascade", view_cascade(trace)),
+        show("cascade", view_cascade(trace, checkpoint.facts)),
         show("probability", view_probability(trace, temperature, top_k, top_p)),
         show("generate", view_generate(session, checkpoint.names)),
         show("vocabulary", view_vocabulary(session, checkpoint)),
@@ -1577,7 +1277,7 @@ def draw(lab, session, temperature, top_k, top_p, tab="signature"):
 
 
 def inspect_prompt(lab, prompt, position=-1, top_k=TOP, force=None, checkpoint=""):
-    """What the JSON endpoint answers: mhf.explain's dict of a prompt, and its token ids."""
+    """What the JSON endpoint answers: explain's dict of a prompt, and its token ids."""
     for name, value in (("prompt", prompt), ("checkpoint", checkpoint)):
         if not isinstance(value, str):
             raise ValueError(f"{name} must be text, not {brief(value)}")
@@ -1605,7 +1305,7 @@ def is_whole(value):
     return type(value) is int or (type(value) is float and value.is_integer())
 
 
-DRAWN = [*list(TABS)[:6], "tokens", "link"]  # what every event draws anew
+DRAWN = [*TABS, "tokens", "link"]  # what every event draws
 
 
 @contextlib.contextmanager
@@ -1665,13 +1365,12 @@ class Page:
     inputs, and gives what `draw` gives, then its own outputs.
     """
 
-    def __init__(self, lab, classroom=None, why_no_class=""):
+    def __init__(self, lab):
         if not lab.paths():
             raise ValueError(
                 "there is no checkpoint: run `python train.py`, or name one: --checkpoint"
             )
-        self.lab, self.classroom, self.why = lab, classroom, why_no_class
-        self.default = next(iter(lab.paths()))
+        self.lab, self.default = lab, next(iter(lab.paths()))
         self.fresh = FRESH | {"checkpoint": self.default, "default": self.default}
         start = examples(lab.get(self.default))[0][1]
         self.begin = open_prompt(lab, self.fresh, start)
@@ -1686,10 +1385,7 @@ class Page:
                 for name, title in TABS.items():
                     with gr.Tab(title, id=name, render_children=True) as tab:
                         self.tab(name, tab)
-            with gr.Row():
-                self.views["link"] = html("link", self.first["link"], LINK_JS)
-                self.export = gr.Button("Export as JSON", size="sm", elem_id="export")
-            self.saved = gr.HTML("", html_template="<span></span>", js_on_load=SAVE_JS)
+            self.views["link"] = html("link", self.first["link"], LINK_JS)
             self.wire()
 
     # What the page shows
@@ -1708,19 +1404,18 @@ class Page:
         with gr.Row():
             self.prompt = textbox("Prompt", "prompt", start)
             with gr.Column(scale=1, min_width=200):
-                self.choice = self.checkpoints("Checkpoint", "checkpoint")
+                names = list(self.lab.paths())
+                self.choice = gr.Dropdown(
+                    names, value=self.default, label="Checkpoint", elem_id="checkpoint"
+                )
                 self.look = gr.Button("Look inside", variant="primary", elem_id="look")
         with gr.Accordion("Examples", open=False):
             self.examples = html("examples", self.examples_html(self.begin))
         self.views = {"tokens": html("tokens", self.first["tokens"])}
 
-    def checkpoints(self, label, name):
-        return gr.Dropdown(list(self.lab.paths()), value=self.default, label=label, elem_id=name)
-
     def tab(self, name, tab):
         getattr(self, f"controls_{name}", lambda: None)()
-        at_start = {"compare": show("compare", {}), "train": show("train", self.training())}
-        self.views[name] = html(name, (self.first | at_start)[name])
+        self.views[name] = html(name, self.first[name])
         with gr.Accordion("The maths", open=False):
             dollars = [{"left": "$", "right": "$", "display": False}]
             gr.Markdown(MATHS[name], latex_delimiters=dollars, elem_classes="maths")
@@ -1748,21 +1443,6 @@ class Page:
                 self.add = gr.Button("Add", variant="primary", elem_id="add")
                 self.forget = gr.Button("Forget mine", elem_id="forget")
 
-    def controls_compare(self):
-        with gr.Row():
-            self.other_prompt = textbox("Second prompt (empty: the same)", "other-prompt")
-            with gr.Column(scale=1, min_width=200):
-                self.other = self.checkpoints("Second checkpoint", "other-checkpoint")
-                self.against = gr.Button("Compare", variant="primary", elem_id="against")
-
-    def controls_train(self):
-        if self.classroom:
-            with gr.Row():
-                self.length = gr.Slider(50, 2000, 300, step=50, label="steps", min_width=200)
-                self.fit = gr.Button("Train both", variant="primary", elem_id="fit")
-                self.halt = gr.Button("Stop", variant="stop", elem_id="fit-stop")
-                self.further = gr.Button("Continue", elem_id="fit-on")
-
     def tour_html(self, step):
         title, _, _, text = TOUR[step]
         return show("tour", {"number": step + 1, "total": len(TOUR), "title": title, "text": text})
@@ -1770,11 +1450,6 @@ class Page:
     def examples_html(self, session):
         found = examples(self.lab.get(session["checkpoint"]))
         return show("examples", {"examples": [(label, reason) for label, _, reason in found]})
-
-    def training(self):
-        if self.classroom is None:
-            return {"off": self.why}
-        return view_train(self.classroom.status())
 
     # What happens
 
@@ -1789,7 +1464,7 @@ class Page:
             how = model | {"show_progress": "minimal"} | how
             return event(refusing(work), [*given, *inputs], outputs, **how)
 
-        views, page = self.views, [*with_prompt, self.choice, self.other, self.examples]
+        views, page = self.views, [*with_prompt, self.choice, self.examples]
         on(
             self.demo.load,
             self.on_load,
@@ -1819,7 +1494,6 @@ class Page:
         on(stopped.then, lambda session, *seen: self.drawn(session, seen))
         on(self.add.click, self.on_add, [self.words, self.space], [*everything, self.words])
         on(self.forget.click, self.on_forget)
-        on(self.against.click, self.on_compare, [self.other_prompt, self.other], views["compare"])
         for own, twin in zip(self.cuts, self.mirrored, strict=True):
             own.input(None, own, twin, js="x => x", api_visibility="private")
             twin.input(None, twin, own, js="x => x", api_visibility="private")
@@ -1832,25 +1506,10 @@ class Page:
         for name, tab in self.places.items():
             work = functools.partial(self.on_tab, name)
             tab.select(work, given, [self.at, views["link"]], **light)
-        self.export.click(self.on_export, given, self.saved, **light)
-        for choice in (self.choice, self.other):
-            choice.focus(lambda: gr.Dropdown(choices=list(self.lab.paths())), None, choice, **light)
+        names = lambda: gr.Dropdown(choices=list(self.lab.paths()))  # noqa: E731
+        self.choice.focus(names, None, self.choice, **light)
         public = model | {"api_visibility": "public"}
         gr.api(refusing(self.api_inspect, plain=True), api_name="inspect", **public)
-        self.wire_training(light)
-
-    def wire_training(self, light):
-        if self.classroom is None:
-            return
-        timer, view = gr.Timer(1.0, active=False), self.views["train"]
-        for button, work, inputs in (
-            (self.fit, self.on_fit, self.length),
-            (self.halt, self.on_halt, None),
-            (self.further, self.on_further, None),
-        ):
-            button.click(refusing(work), inputs, [view, timer], **light)
-        self.demo.load(self.on_tick, None, [view, timer], **light)  # one may be running
-        timer.tick(self.on_tick, None, [view, timer], **light)
 
     def drawn(self, session, seen):
         return draw(self.lab, session, *seen)
@@ -1858,8 +1517,8 @@ class Page:
     def on_load(self, request: gr.Request, session, *seen):
         query = urllib.parse.parse_qs(str(request.query_params))
         session, values = from_link(self.lab, self.fresh, query)
-        choices = [gr.Dropdown(choices=list(self.lab.paths()), value=session["checkpoint"])] * 2
-        start = [session["prompt"], *choices, self.examples_html(session)]
+        choice = gr.Dropdown(choices=list(self.lab.paths()), value=session["checkpoint"])
+        start = [session["prompt"], choice, self.examples_html(session)]
         drawn, tabs = self.drawn(session, values), gr.Tabs(selected=values[-1])
         return [*drawn, *start, *values, *values[:3], tabs, session["seed"]]
 
@@ -1946,33 +1605,6 @@ class Page:
         session = open_prompt(self.lab, session | {"words": []}, session["prompt"])
         return self.drawn(session, seen)
 
-    def on_compare(self, session, *args):
-        *_, prompt, name = args
-        lab, ids = self.lab, session["ids"]
-        one = current(lab, session)
-        two = one if name == session["checkpoint"] else lab.get(name)
-        words = session["words"] if two is one else []
-        if not prompt and two is not one:  # the same text, generated tokens included
-            known = two.tokenizer and [one.names[i] for i in ids]
-            text = (
-                b"".join(name or b"" for name in known).decode("utf-8", "replace") if known else ""
-            )
-            prompt = text or " ".join(map(str, ids))
-        other = lab.encode(two, words, prompt) if prompt else ids
-        a, b = lab.trace(one, ids), lab.trace(two, other[-two.facts["window"] :])
-        texts = ["".join(glyph(t) for t in trace["tokens"]) for trace in (a, b)]
-        short = [text if len(text) < 60 else "…" + text[-60:] for text in texts]
-        labels = [f"{where.name}, after {text}" for where, text in zip((one, two), short)]
-        return show("compare", view_compare(a, b, one.names, two.names, *labels))
-
-    def on_export(self, session, *seen):
-        """The session as JSON; the time makes every export a new value, which the page saves."""
-        kept = {k: v for k, v in session.items() if k not in ("default", "notice")}
-        config = json.loads(current(self.lab, session).model.config.to_json())
-        about = {"schema": 1, "exported": time.time(), "sampling": dict(zip(SLIDERS, seen))}
-        text = json.dumps(about | {"config": config} | kept, ensure_ascii=False)
-        return text.replace("<", "\\u003c")
-
     def api_inspect(
         self,
         prompt: str,
@@ -1981,26 +1613,11 @@ class Page:
         force: dict = None,
         checkpoint: str = "",
     ) -> dict:
-        """All that happens at one position of a prompt, as mhf.explain tells it, and `ids`.
+        """All that happens at one position of a prompt, as support.explain tells it, and `ids`.
 
         force: {function, counted from 0: bucket}; checkpoint: one of the page's, "" for its first.
         """
         return inspect_prompt(self.lab, prompt, position, top_k, force, checkpoint)
-
-    def on_fit(self, steps):
-        self.classroom.start(steps)
-        return self.on_tick()
-
-    def on_halt(self):
-        self.classroom.stop()
-        return self.on_tick()
-
-    def on_further(self):
-        self.classroom.resume()
-        return self.on_tick()
-
-    def on_tick(self):
-        return show("train", self.training()), gr.Timer(active=self.classroom.busy())
 
 
 # ---------------------------------------------------------------------------------------------
@@ -2070,16 +1687,11 @@ def stay_home(share):
 
 def serve(args):
     """The running page: (Page, address). Nothing is sent off this machine but by --share."""
-    local = args.host in LOOPBACK and not args.share
-    classroom = Classroom(args.out) if local else None
-    why = (
-        "Training is only offered where the page is bound to this machine alone: --host 127.0.0.1."
-    )
     host = f"[{args.host}]" if ":" in args.host else args.host
     port = free_port(args.host, args.port)
     lab = Lab(args.checkpoint, args.out, args.device)  # which may be fetched
     stay_home(args.share)
-    page = Page(lab, classroom, why)
+    page = Page(lab)
     theme = gr.themes.Default(primary_hue="blue").set(**THEME)
     try:
         app, _, _ = page.demo.queue(max_size=128, default_concurrency_limit=1).launch(
@@ -2116,15 +1728,18 @@ def end(*_):
 
 def main(argv=None):
     """The exit status: 0, or 2 for a mistake in the call."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # whatever the terminal says
+        if hasattr(stream, "reconfigure"):  # a notebook's has not
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     args = parse_arguments(argv)
     signal.signal(signal.SIGTERM, end)
     try:
         page, address = serve(args)
-    except ValueError as error:
-        print(f"demo_app.py: error: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print("demo_app.py: error:", " ".join(str(error).split()), file=sys.stderr)
         return 2
-    where = f"{page.lab.device}, {page.lab.why}"
-    print(f"{page.default} on {where}, at {address}", page.demo.share_url or "", flush=True)
+    where = f"{page.default} on {page.lab.device}, at {address}"
+    print(where, page.demo.share_url or "", flush=True)
     try:
         if args.selftest:
             selftest(page, address)

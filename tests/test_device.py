@@ -1,57 +1,50 @@
-"""A CUDA or MPS device against the CPU."""
+"""The choice of device and precision, and a CUDA or MPS device against the CPU."""
 
 import copy
 
 import pytest
 import torch
-from conftest import build, close
+from conftest import close, one_sentence
 
-from mhf import HEADS, OBJECTIVES
+import mhf
 
-DEVICES = [
-    pytest.param(
-        name, marks=pytest.mark.skipif(not there, reason=f"this machine has no {name} device")
-    )
-    for name, there in (
-        ("cuda", torch.cuda.is_available()),
-        ("mps", torch.backends.mps.is_available()),
-    )
-]
-
-pytestmark = [pytest.mark.device, pytest.mark.parametrize("device", DEVICES)]
-TOLERANCE = 1e-4  # float32 on both sides; a device sums in another order, over two layers
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+THERE = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
 
 
-def test_log_probs_equal_the_cpus(model, ids, device):
-    """log_probs on the device are those on the CPU within 1e-4."""
-    expected = model.log_probs(ids)
-    actual = copy.deepcopy(model).to(device).log_probs(ids.to(device))
-    assert actual.device.type == device
-    close(actual.cpu(), expected, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-@pytest.mark.parametrize("head", HEADS)
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_gradients_equal_the_cpus(model, ids, objective, head, device):
-    """The gradients of each objective on the device are the plain ones of the CPU within 1e-4."""
+@pytest.mark.device
+@pytest.mark.parametrize("device", THERE)
+def test_results_equal_the_cpus(model, ids, device):
+    """log P, gradients, greedy text past the limit, of an expanded model; 1e-4 for float32 sums."""
+    if not THERE[device]:
+        pytest.skip(f"this machine has no {device} device")
     there = copy.deepcopy(model).to(device)
-    model.loss(ids[:, :-1], ids[:, 1:], objective).backward()
-    there.loss(ids[:, :-1].to(device), ids[:, 1:].to(device), objective, head).backward()
-    for p, q in zip(model.parameters(), there.parameters(), strict=True):
-        close(q.grad.cpu(), p.grad, atol=TOLERANCE, rtol=TOLERANCE)
-
-
-def test_greedy_text_equals_the_cpus(model, device):
-    """Greedy generation on the device, past the context limit, gives the CPU's ids."""
-    expected = list(model.generate([3, 9, 1], 40, temperature=0))
-    assert list(model.to(device).generate([3, 9, 1], 40, temperature=0)) == expected
-
-
-def test_expansion_stays_on_the_device(ids, device):
-    """A model that was moved, then expanded, computes what the same model on the CPU computes."""
-    model = build()
-    there = copy.deepcopy(model).to(device)
-    for m in (model, there):
+    for m, x in ((model, ids), (there, ids.to(device))):
         m.expand([b"new", b"newer"])
-    actual = there.log_probs(ids.to(device))
-    close(actual.cpu(), model.log_probs(ids), atol=TOLERANCE, rtol=TOLERANCE)
+        sum(m.loss(x, x, objective) for objective in mhf.OBJECTIVES).backward()
+    close(there.log_probs(x).cpu(), model.log_probs(ids), atol=1e-4, rtol=1e-4)
+    for p, q in zip(model.parameters(), there.parameters()):
+        close(q.grad.cpu(), p.grad, atol=1e-4, rtol=1e-4)
+    close(*(list(m.generate([3, 9, 1], 40, temperature=0)) for m in (model, there)), atol=0)
+
+
+@pytest.mark.parametrize(("kind", "hardware", "precision"), [
+    ("cuda", (8, 0), "bf16"), ("cuda", (7, 5), "fp16"), ("mps", {}, "fp32"),
+    ("cpu", {"avx512_bf16": True}, "bf16"), ("cpu", {"avx2": True}, "fp32"),
+])  # fmt: skip
+def test_precision_follows_the_hardware(monkeypatch, kind, hardware, precision):
+    """As asked; auto: bf16 where the chip has it, else fp16 on CUDA, else fp32. autocast obeys."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: hardware)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: hardware)
+    assert mhf.choose_precision("auto", torch.device(kind)) == precision
+    assert mhf.choose_precision("fp16", torch.device(kind)) == "fp16"
+    with mhf.autocast(torch.device("cpu"), precision):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == TYPES[precision]
+
+
+@pytest.mark.parametrize("name", ["cuda:77", "gpu", "mps:9"])
+def test_missing_device_is_refused(name):
+    """A device that this machine does not have is a ValueError that names it."""
+    with pytest.raises(ValueError) as error:
+        mhf.choose_device(name)
+    one_sentence(error, name)

@@ -1,148 +1,129 @@
-"""Several processes, as torchrun starts them, are one run: same losses, one writer, one end."""
+"""train.py as a program: several processes under torchrun are one run; terminals and pipes."""
 
-import csv
-import json
+import functools
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
 from conftest import one_sentence
-from test_train import FLAGS, TEXT
+from test_train import FLAGS, TEXT, log, resume, saved, sentence
 
 import train
+from support import processes, runs
 
-pytestmark = pytest.mark.skipif(os.name == "nt", reason="torchrun is tried on Linux only")
-ROOT = Path(train.__file__).parent
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="torchrun and signals: not on Windows")
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """A folder with a text and a cache."""
+def folder(tmp_path_factory):
+    """A folder with a text and an empty cache."""
     folder = tmp_path_factory.mktemp("distributed")
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     return folder
 
 
-def start(place, script, *flags, processes=1):
-    """Run a script under torchrun, or alone: the finished process."""
-    command = [sys.executable, str(script), *map(str, flags)]
-    if processes > 1:
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    environment = os.environ | {"MHF_CACHE": str(place / "cache"), "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = str(ROOT)
-    return subprocess.run(
-        command, cwd=place, env=environment, capture_output=True, text=True, timeout=120
-    )
+@pytest.fixture(autouse=True)
+def place(folder, monkeypatch):
+    """Every test in that folder. The signals are those of a terminal, whatever started pytest."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("MHF_CACHE", str(folder / "cache"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(train.__file__).parent))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(train.Run, "sample", lambda *_, **__: "a sample")
 
 
-def losses(run):
-    with open(run / "log.csv", encoding="utf-8", newline="") as file:
-        return [float(row["loss"]) for row in csv.DictReader(file) if row["loss"]]
-
-
-def test_two_processes_equal_one_and_resume_alone(place):
-    """5 steps of two processes and 5 more of one have the losses of 10 steps of one, within 1e-5.
-
-    Two processes add the gradients of their halves in another order, which AdamW's division by
-    their size makes grow a little each step.
-    """
-    train_py = ROOT / "train.py"
-    flags = [*FLAGS, "--eval_every", "20"]
-    alone = start(place, train_py, *flags, "--name", "alone")
-    assert alone.returncode == 0, alone.stderr
-    both = start(place, train_py, *flags, "--name", "both", "--stop_after", 5, processes=2)
-    assert both.returncode == 0, both.stderr
-    assert "1 × 32 in each of 2 processes" in both.stdout
-    assert both.stdout.count("stopped after step 5") == 1
-    rest = start(place, train_py, "--resume", "runs/both")
-    assert rest.returncode == 0, rest.stderr
-    one, two = losses(place / "runs" / "alone"), losses(place / "runs" / "both")
-    assert len(one) == 10 and two == pytest.approx(one, rel=1e-5)
-    assert sorted(f.name for f in (place / "runs").iterdir()) == ["alone", "both"]
-    state = json.loads((place / "runs" / "both" / "step-10" / "train.json").read_text("utf-8"))
-    assert state["step"] == 10
+def start(script, *flags, under=()):
+    """Start a script with the tiny settings."""
+    command = [sys.executable, *under, str(script), *FLAGS, *flags]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
+    reset = [functools.partial(signal.signal, number, signal.SIG_DFL) for number in SIGNALS]
+    return subprocess.Popen(command, preexec_fn=lambda: [f() for f in reset], **pipes)
 
 
 PLANTED = """
 import os, signal, sys, train
 
-rank, advance = int(os.environ["RANK"]), train.Run.advance
+rank, original = int(os.environ["RANK"]), train.learning_rate
 
-def planted(run):
-    if rank == 1 and run.step == 2:
-        if sys.argv[-1] == "seven":
-            raise train.RunError("process 1 failed for a planted reason")
+def planted(step, settings):
+    if rank == 1 and step == 5:
+        if settings.name == "failed":
+            raise train.RunFailed("process 1 failed for a planted reason")
         os.kill(os.getpid(), signal.SIGTERM)
-    return advance(run)
+    return original(step, settings)
 
-train.Run.advance = planted
+train.learning_rate = planted
 sys.exit(train.main(sys.argv[1:]))
 """
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
-@pytest.mark.parametrize("name", ["seven", "signal"])
-def test_all_processes_end_together(name, place):
-    """An error in one process ends the other, and is printed. A signal to one stops both after the
-    same step, which is saved."""
-    script = place / "planted.py"
-    script.write_text(PLANTED, encoding="utf-8")
-    done = start(place, script, *FLAGS, "--name", name, processes=2)
-    assert done.returncode != 0
-    last = (place / "runs" / name / "last").read_text(encoding="utf-8")
-    if name == "seven":
-        assert "train.py: process 1 failed for a planted reason" in done.stderr
-        assert last == "step-0"
-    else:
-        assert "stopped after step 3" in done.stdout and last == "step-3"
+def torchrun(name):
+    """What two processes print, of which the second is stopped, or fails, in step 5."""
+    Path("planted.py").write_text(PLANTED, encoding="utf-8")
+    with start("planted.py", "--name", name, "--eval_every", "20", under=TORCHRUN) as process:
+        out, error = process.communicate(timeout=120)
+    assert process.returncode != 0
+    return out, error
 
 
-def test_sequences_must_divide(place, monkeypatch, capsys):
-    """2 sequences a step do not divide among 3 processes: one sentence with the three numbers."""
-    monkeypatch.chdir(place)
-    monkeypatch.setattr(train, "PROCESSES", 3)
-    monkeypatch.setattr(train, "join_processes", lambda device: device)
-    assert train.main([*FLAGS, "--name", "three"]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and all(part in error for part in ("64", "32", "3 processes"))
+def test_two_processes_equal_one():
+    """The first tokenises while the second waits; a signal to one stops both after one step.
+
+    Resumed alone, the losses are those of 10 steps of one process, within 1e-5: two add the
+    gradients of their halves in another order, and AdamW makes that grow a little each step.
+    """
+    out, error = torchrun("both")
+    assert out.count("tokenising") == out.count("stopped after step 5") == 1, error
+    assert train.main([*FLAGS, "--name", "one", "--eval_every", "20"]) == 0
+    losses = [[row["loss"] for row in log(f, "loss")] for f in ("runs/one", resume("runs/both"))]
+    assert len(losses[0]) == 10 and losses[1] == pytest.approx(losses[0], rel=1e-5)
+    assert {path.name for path in Path("runs").iterdir()} == {"both", "one"}
 
 
-@pytest.mark.parametrize(
-    ("device", "parts"), [("mps", ["mps", "CPUs"]), ("cuda", ["2 processes", "1 GPUs"])]
-)
-def test_unfit_devices_are_refused(device, parts, monkeypatch):
-    """Two processes on Apple's GPU, or on one CUDA GPU: a ValueError with what is there."""
-    monkeypatch.setattr(train, "PROCESSES", 2)
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+def test_an_error_in_one_process_ends_all():
+    """It is printed, and the last checkpoint is good."""
+    assert "train.py: process 1 failed for a planted reason" in torchrun("failed")[1]
+    assert saved(Path("runs/failed"))["step"] == 0
+
+
+def test_sequences_must_divide(capsys, monkeypatch):
+    """2 sequences a step do not divide among 3 processes: one sentence with the numbers."""
+    monkeypatch.setattr(train, "WORLD_SIZE", 3)
+    monkeypatch.setattr(processes, "join", lambda device: device)
+    sentence(capsys, 2, FLAGS, "--tokens_per_step", 32, 16, 3)
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch):
+    """The process that finds no GPU says which one is missing."""
+    monkeypatch.setattr(processes, "WORLD_SIZE", 100)
+    monkeypatch.setenv("LOCAL_RANK", "77")
     with pytest.raises(ValueError) as error:
-        train.join_processes(torch.device(device))
-    one_sentence(error, *parts)
+        processes.join(train.torch.device("cuda"))
+    one_sentence(error, "cuda:77")
 
 
-@pytest.mark.parametrize("what", ["step", "precision", "data", "tokenizer", "configuration"])
-def test_processes_must_agree(what, monkeypatch):
-    """A process with other text, tokenizer, precision, step or configuration is a ValueError."""
-    corpus = SimpleNamespace(hash="a", tokenizer_hash="b")
-    config = SimpleNamespace(to_json=lambda: "{}")
-    run = SimpleNamespace(step=0, precision="fp32", corpus=corpus, config=config)
+def test_control_c_in_a_terminal(monkeypatch):
+    """SIGINT to the program: it saves, prints the line to type, exits with 130; the line works.
 
-    def gather(everyones, mine):
-        everyones[:] = [mine, mine | {what: "another"}]
-
-    monkeypatch.setattr(train, "PROCESSES", 2)
-    monkeypatch.setattr(train.dist, "all_gather_object", gather)
-    with pytest.raises(ValueError) as error:
-        train.check_agreement(run)
-    one_sentence(error, what)
-
-
-def test_a_lone_rank_is_no_process(place):
-    """RANK without WORLD_SIZE, which a job array may leave behind, is one whole process."""
-    code = "import train; print(train.RANK, train.PROCESSES)"
-    environment = os.environ | {"RANK": "3", "PYTHONPATH": str(ROOT)}
-    out = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
-    assert out.split() == ["0", "1"]
+    Its output is UTF-8 although the terminal claims to know ASCII only.
+    """
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    with start(train.__file__, "--out", "é", "--name", "a", "--steps", "100000") as process:
+        deadline = time.monotonic() + 60
+        while not Path("é/a/log.csv").exists() or len(runs.read_log("é/a")) < 2:
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Error" not in error
+    step = saved(Path("é/a"))["step"]
+    assert f"stopped after step {step}" in out and step >= 2
+    assert shlex.split(out.splitlines()[-1]) == ["python", "train.py", "--resume", "é/a"]
+    resume("é/a", "--stop_after", step + 1)

@@ -17,8 +17,7 @@ def fixture(name):
     return json.loads((FIXTURES / name).read_text(encoding="utf-8"))
 
 
-def registered(pieces, pad_id, *sizes):
-    """A table with the pieces registered in order."""
+def table_of(pieces, pad_id, *sizes):
     table = mhf.SignatureTable(*sizes)
     table.extend([piece.encode() for piece in pieces], pad_id=pad_id)
     return table
@@ -26,8 +25,8 @@ def registered(pieces, pad_id, *sizes):
 
 @pytest.fixture(scope="module")
 def expected():
-    with np.load(FIXTURES / "tiny_h4" / "expected.npz") as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    arrays = np.load(FIXTURES / "tiny_h4/expected.npz").items()
+    return {name: torch.from_numpy(array) for name, array in arrays}
 
 
 @pytest.fixture(scope="module")
@@ -39,9 +38,9 @@ FIGURES = {
     "embedding": lambda model, ids: model.embed(ids),
     "gate": lambda model, ids: model.embed(ids, return_gate=True)[1],
     "last_hidden": lambda model, ids: model(ids),
-    "head_logits": lambda model, ids: model.head_logits(ids),
+    "head_logits": lambda model, ids: model.hash_head(model(ids), model.table),
     "training_loss": lambda model, ids: model.loss(ids[:, :-1], ids[:, 1:], "independent"),
-    "joint_log_prob": lambda model, ids: model.scores(ids),
+    "joint_log_prob": lambda model, ids: model.token_scores(model(ids)),
     "log_prob": lambda model, ids: model.log_probs(ids),
     "renormalised_nll": lambda model, ids: model.loss(ids[:, :-1], ids[:, 1:], "exact"),
 }
@@ -49,64 +48,57 @@ FIGURES = {
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_figure_of_the_authors_model(published, expected, name):
-    """Each figure is the authors' within 1e-5 + 1e-6·|value|: float32, summed in another order."""
-    actual = FIGURES[name](published, expected["input_ids"]).detach()
-    close(actual, expected[name], atol=1e-5, rtol=1e-6)
+    """Each figure is the authors' within 1e-5 + 1e-6·|value|: float32, summed in another order.
+
+    log P is the difference of two numbers of up to 91, whose neighbours in float32 are 8e-6 away.
+    """
+    atol = 2e-5 if name == "log_prob" else 1e-5
+    close(FIGURES[name](published, expected["input_ids"]), expected[name], atol=atol, rtol=1e-6)
 
 
 def test_greedy_continuation_is_the_authors(published, expected):
     """Eight greedy steps choose the authors' ids."""
-    greedy = expected["greedy"][0].tolist()
-    assert list(published.generate(greedy[:6], 8, temperature=0)) == greedy[6:]
+    prompt, new = expected["greedy"][0].split([6, 8])
+    assert list(published.generate(prompt, 8, temperature=0)) == new.tolist()
 
 
 def test_checkpoint_signatures_follow_from_its_tokens(published):
     """Registering the checkpoint's 256 tokens gives its hash_map, id for id."""
-    table = registered(fixture("tiny_h4/tokens.json"), 2, 4, 32)
+    table = table_of(fixture("tiny_h4/tokens.json"), 2, 4, 32)
     assert torch.equal(table.ids, published.signatures.ids)
 
 
-@pytest.mark.parametrize("table", ["H4B16K", "H3B10K"])
-def test_signatures_of_mistral_tokens(table):
+@pytest.mark.parametrize("name", ["H4B16K", "H3B10K"])
+def test_signatures_of_mistral_tokens(name):
     """504 Mistral tokens, none of which needed a re-hash, have the authors' ids."""
     figures = fixture("signatures.json")
-    H, B = figures[table]["num_hashes"], figures[table]["num_buckets"]
-    tokens = figures["tokens"]
-    pad = next((i for i, token in enumerate(tokens) if token["id"] == 2), None)
-    ours = registered([token["piece"] for token in tokens], pad, H, B)
-    assert ours.ids.tolist() == [token[table] for token in tokens]
+    sizes = figures[name]["num_hashes"], figures[name]["num_buckets"]
+    table = table_of([token["piece"] for token in figures["tokens"]], 2, *sizes)
+    assert table.ids.tolist() == [token[name] for token in figures["tokens"]]
 
 
 @pytest.mark.parametrize("case", [0, 1])
 def test_signatures_of_crowded_tables(case):
     """Where tokens were re-hashed and the authors' table has no duplicate, ours is the same."""
     figures = fixture("signatures_rehash.json")[case]
-    sizes = figures["num_hashes"], figures["num_buckets"]
-    table = registered(figures["tokens"], figures["pad_id"], *sizes)
+    table = table_of(*(figures[k] for k in ("tokens", "pad_id", "num_hashes", "num_buckets")))
     assert table.ids.tolist() == figures["ids"]
-    assert table.stats()["rehashed"] == figures["rehashed"]
+    assert len(table.rehashed) == figures["rehashed"]
 
 
 def test_locality_sensitive_signatures():
     """300 tokens under two locality-sensitive and two ordinary functions have the authors' ids."""
     figures = fixture("signatures_lsh.json")
-    sizes = figures["num_hashes"], figures["num_buckets"], figures["num_lsh"]
-    table = registered([token["piece"] for token in figures["tokens"]], 2, *sizes)
+    sizes = (figures[k] for k in ("num_hashes", "num_buckets", "num_lsh"))
+    table = table_of([token["piece"] for token in figures["tokens"]], 2, *sizes)
     assert table.ids.tolist() == [token["ids"] for token in figures["tokens"]]
 
 
-def test_saved_checkpoint_has_the_published_tensors(published, tmp_path):
-    """What we save has the published keys, dtypes and values, and nothing else."""
+def test_saved_checkpoint_is_the_published_one(published, tmp_path):
+    """We save the published keys, dtypes and values, and every entry of the published config."""
     published.save_pretrained(tmp_path)
-    ours = load_file(tmp_path / "model.safetensors")
-    theirs = load_file(FIXTURES / "tiny_h4" / "model.safetensors")
+    ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path, FIXTURES / "tiny_h4"))
     assert {k: t.dtype for k, t in ours.items()} == {k: t.dtype for k, t in theirs.items()}
     assert all(torch.equal(ours[k], theirs[k]) for k in theirs)
-
-
-def test_saved_config_has_all_published_keys(published, tmp_path):
-    """Every entry of the published config.json is written back as it was."""
-    published.save_pretrained(tmp_path)
-    ours = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    theirs = fixture("tiny_h4/config.json")
-    assert {k: ours.get(k, "absent") for k in theirs} == theirs
+    config = fixture(tmp_path / "config.json")
+    assert config | fixture("tiny_h4/config.json") == config

@@ -1,16 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: py:percent,ipynb
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # 01 · Signatures
 #
@@ -30,11 +17,14 @@
 # A standard model has one row of numbers for each of its $V$ tokens. Here there are $H$ hash
 # functions with $B$ buckets each, and one row for each bucket. A token is the list of the $H$
 # buckets that it falls into: its *signature*. So the number of rows, $H \cdot B$, does not depend
-# on $V$. But two tokens with the same signature would be the same to the model for ever. This
-# tutorial looks at how often that would happen, and at what is done about it.
+# on $V$. But the model could never tell two tokens with the same signature apart. This tutorial
+# counts how often that would happen, and shows what is done about it.
 
 # %%
 import math
+import sys
+
+sys.path.append("tutorials")  # for a kernel that was started one folder above
 
 import course
 import mmh3
@@ -47,7 +37,7 @@ plt = course.pyplot()
 model, tokenizer = course.shipped()
 table = model.signatures  # of the trained small model
 V, H, B = len(tokenizer), table.num_hashes, table.num_buckets
-tokens = [t for t in tokenizer.all_bytes() if t != b"<|endoftext|>"]  # without the pad
+tokens = tokenizer.hashed_bytes()[:-1]  # the bytes of every token but the last, the pad
 print(f"V = {V:,} tokens, H = {H} functions, B = {B:,} buckets each")
 
 # %% [markdown]
@@ -73,7 +63,7 @@ for word in " king", " kings", " love", " loves":
     print(f"{word!r:9} {by_hand(word.encode())}")
 
 assert table.ids[tokenizer.eot].tolist() == [0, 0, 0, 0]  # the pad
-assert torch.tensor([by_hand(t) for t in tokens]).equal(table.ids[: V - 1])  # all others
+assert torch.tensor([by_hand(t) for t in tokens]).equal(table.ids[:-1])  # all others
 
 # %% [markdown]
 # `SignatureTable` holds what we computed by hand, for all tokens. The words " king" and " kings"
@@ -85,13 +75,13 @@ assert torch.tensor([by_hand(t) for t in tokens]).equal(table.ids[: V - 1])  # a
 # buckets have exactly 4? How many buckets stay empty? And how many tokens have a bucket for
 # themselves?
 #
-# If hashing is like throwing tokens at buckets blindly, the number of tokens in a bucket follows a
+# If hashing throws tokens at buckets blindly, the number of tokens in a bucket follows a
 # Poisson distribution with mean $\lambda = V/(B-1)$:
 # $\Pr(n) = e^{-\lambda} \lambda^n / n!$. The picture shows the buckets of the four functions
 # (bars) and this expectation (points).
 
 # %%
-loads = torch.stack([column.bincount(minlength=B)[1:] for column in table.ids[: V - 1].T])
+loads = torch.stack([column.bincount(minlength=B)[1:] for column in table.ids[:-1].T])
 counts = torch.stack([load.bincount(minlength=16) for load in loads])  # (H, loads 0 … 15)
 mean = (V - 1) / (B - 1)
 n = torch.arange(16.0)
@@ -105,7 +95,6 @@ axes.set(xlabel="tokens in the bucket", ylabel="buckets", xticks=range(16))
 axes.legend()
 course.show(figure, "01-bucket-loads")
 
-# %%
 empty = (loads == 0).float().mean().item()
 alone = (loads == 1).sum().item() / (H * (V - 1))  # the mean of the four functions
 print(f"tokens in a bucket: mean {mean:.2f}, variance {loads.double().var():.2f}")
@@ -129,9 +118,9 @@ assert loads.max() == 15 and abs(100 * empty - 1.9) < 0.1 and abs(100 * alone - 
 #
 # $$\text{expected pairs with the same signature} \approx \frac{V^2}{2\,(B-1)^H}.$$
 #
-# It is the birthday problem: it is not the number of tokens that counts, it is the number of
-# *pairs*, which grows with the square. Each more function divides it by $B-1$. We count the pairs
-# of the shipped tokens that agree in the first 1, 2, 3, 4 functions.
+# This is the birthday problem: what counts is not the number of tokens but the number of *pairs*,
+# which grows with the square. Each further function divides it by $B-1$. We count the pairs of the
+# shipped tokens that agree in the first 1, 2, 3, 4 functions.
 
 
 # %%
@@ -146,7 +135,7 @@ def expected_pairs(size, functions, buckets):
 
 
 for functions in range(1, H + 1):
-    found = equal_pairs(table.ids[: V - 1, :functions])
+    found = equal_pairs(table.ids[:-1, :functions])
     print(f"{functions} ids agree: {found:6,} pairs; {expected_pairs(V - 1, functions, B):.2g}")
 assert [equal_pairs(table.ids[:, :k]) for k in (1, 2, 3, 4)] == [16368, 5, 0, 0]
 assert table.rehashed == []  # so no token of this table ever needed a second try
@@ -160,12 +149,10 @@ assert table.rehashed == []  # so no token of this table ever needed a second tr
 
 # %%
 words = [f"word{i}".encode() for i in range(100_000)]
-small = mhf.SignatureTable(4, 128, allow_collisions=True)  # as hashed: nothing is re-hashed
-small.extend(words)
+ids = torch.tensor([by_hand(word, 4, 128) for word in words])  # (100,000, 4)
 sizes = 1_000, 3_000, 10_000, 30_000, 100_000
-found = {k: [equal_pairs(small.ids[:size, :k]) for size in sizes] for k in (1, 2, 3, 4)}
+found = {k: [equal_pairs(ids[:size, :k]) for size in sizes] for k in (1, 2, 3, 4)}
 
-# %%
 figure, axes = plt.subplots(figsize=(7, 3.6))
 for k, colour in zip(found, course.COLOURS):
     axes.plot(sizes, [expected_pairs(size, k, 128) for size in sizes], color=colour)
@@ -192,9 +179,9 @@ for functions, buckets in (2, 2048), (3, 2048), (4, 2048), (4, 16384):
 #
 # ## 4. Are the functions independent? Measure it
 #
-# The formula assumed it. Four seeds of one hash function are not four independent functions by
-# law; so we count, for several $B$, the pairs that agree in the first two ids, and divide by the
-# formula. *Before you run it:* what do you expect? The bars should all be near 1.
+# The formula assumed it, but nothing guarantees that four seeds of one hash function are four
+# independent functions. So we count, for several $B$, the pairs that agree in the first two ids,
+# and divide by the formula. *Before you run it:* what do you expect? The bars should all be near 1.
 
 # %%
 buckets = 256, 512, 1000, 1024, 1025, 2048
@@ -264,9 +251,9 @@ print(f"tokens re-hashed: {len(crowded.rehashed):,}; most tries: {tries.max()} f
 assert len(crowded.rehashed) == 3204 and tries.max() == 42
 
 # %% [markdown]
-# 3,204 tokens had to be hashed again, one of them took 42 tries. If a share $q$ of the signatures
+# 3,204 tokens had to be hashed again; one of them took 42 tries. If a share $q$ of the signatures
 # is in use, a try fails with probability about $q$, so that $1/(1-q)$ tries are needed. The picture
-# compares this line with the tries of 500 tokens at a time, in the order in which they came.
+# compares this line with the mean tries of 500 tokens at a time, in the order they were added.
 
 # %%
 groups = np.array_split(tries, len(tries) // 500)
@@ -288,9 +275,9 @@ assert abs(last - 4.5) < 0.1 and abs(expected - 4.0) < 0.1
 #
 # ## 6. Full
 #
-# There are $(B-1)^H$ signatures. But a token keeps its first $H-1$ ids, and a *class* of tokens
-# with the same ones has only $B-1$ last ids. So a table can be full for a token while others would
-# still fit. Both cases are errors with a sentence, never an endless search.
+# There are $(B-1)^H$ signatures. But a token keeps its first $H-1$ ids, and a *class*, all tokens
+# with the same first $H-1$ ids, has only $B-1$ last ids. So a table can be full for one token while
+# others would still fit. Both cases are errors with a sentence, never an endless search.
 
 # %%
 for buckets in 91, 102:
@@ -308,9 +295,9 @@ for buckets in 91, 102:
 # ## 7. Remember what you gave away
 #
 # The guarantee needs a memory: a signature is taken if *any* earlier token has it, by its first
-# hash or by a re-hash. Here is a loop that remembers each token's first hash and forgets where it
-# went after a re-hash. (Ours, to show the mistake. The authors' published code forgets in a way of
-# its own; see "Deviations" in `README.md`.)
+# hash or by a re-hash. This loop remembers each token's first hash and forgets where it went after
+# a re-hash. (We wrote it to show the mistake. The authors' published code forgets in another way;
+# see `SignatureTable` in `mhf.py`.)
 
 
 # %%
@@ -333,13 +320,13 @@ for functions, buckets in (2, 2048), (2, 512), (2, 128), (3, 32):
     ours = mhf.SignatureTable(functions, buckets)
     ours.extend(tokens)
     assert len(ours.ids.unique(dim=0)) == len(tokens)  # brute force: no row is there twice
-    assert all(ours.lookup(row) == i for i, row in enumerate(ours.ids.tolist()))  # and back
+    assert all(ours.owner[row] == i for i, row in enumerate(ours.signatures))  # and back
     print(f"H = {functions}, B = {buckets:5,}: {lost:3} tokens with another's signature; ours: 0")
 assert len(tokens) - len(forgetful(tokens, 2, 128).unique(dim=0)) == 398
 
 # %% [markdown]
-# In a roomy table the mistake does not show, in a crowded one it makes 398 tokens the double of
-# another. Nothing crashes: the model only never learns to tell them apart.
+# In a roomy table the mistake does not show; in a crowded one it gives 398 tokens the signature of
+# another. Nothing crashes: the model just never learns to tell them apart.
 #
 # ## 8. A new token costs nothing
 #
@@ -349,25 +336,26 @@ assert len(tokens) - len(forgetful(tokens, 2, 128).unique(dim=0)) == 398
 total, old_ids = model.num_parameters()["total"], table.ids.clone()
 weights = {name: p.clone() for name, p in model.named_parameters()}
 prompt = torch.tensor([tokenizer.encode("O Romeo, Romeo! wherefore art thou")])
-old_scores = model.scores(prompt)  # (1, T, V)
+old_scores = model.token_scores(model(prompt))  # (1, T, V)
 model.expand([b" telephone", b" selfie"])
 print(table.ids[-2:].tolist(), "are the signatures of the two new tokens")
 assert total == model.num_parameters()["total"] == 1935809
 assert all(p.equal(weights[name]) for name, p in model.named_parameters())
 assert table.ids[:-2].equal(old_ids)
-assert torch.allclose(model.scores(prompt)[..., :-2], old_scores, rtol=1e-5, atol=1e-5)
+assert torch.allclose(model.token_scores(model(prompt))[..., :-2], old_scores, atol=1e-4)
 
 # %% [markdown]
-# None: their rows are there already, as the rows of others. Signatures and scores of the old tokens
-# stay what they were. What the model *knows* of the new ones is another question (tutorial 07).
+# None: the rows of the new words are there already, as rows of other tokens. The old tokens keep
+# their signatures and scores. What the model *knows* of the new ones is another question
+# (tutorial 07).
 #
 # And what has the trained model made of signatures? There are $2{,}047^4$ of them, and only 8,191
-# belong to tokens. Nobody tells the four predicted distributions which combinations exist.
+# belong to tokens. Nothing tells the four predicted distributions which combinations exist.
 
 # %%
 model, tokenizer = course.shipped()  # without the new tokens
-held_out = np.asarray(course.corpus().held_out[:256]).astype(np.int64)
-mass = model.valid_mass(torch.from_numpy(held_out)[None]).mean().item()
+held_out = torch.tensor(course.corpus().held_out[:256].tolist())  # (T,)
+mass = model.valid_mass(held_out[None]).mean().item()
 share = 8191 / 2047**4
 print(f"tokens have {share:.1e} of the signatures and {mass:.2f} of the probability")
 assert 1e-10 < share < 1e-9 and 0.02 < mass < 0.1
@@ -386,14 +374,15 @@ assert 1e-10 < share < 1e-9 and 0.02 < mass < 0.1
 # two strings are (the cosine of their trigram counts), how often do they share an id?
 
 # %%
-mixed = mhf.SignatureTable(4, 512, num_lsh=2, allow_collisions=True)
+mixed = mhf.SignatureTable(4, 512, num_lsh=2)
 mixed.extend(tokens)
 texts = [t.decode("utf-8", errors="backslashreplace") for t in tokens]
 grams = [[t[i : i + 3] for i in range(len(t) - 2)] or [t] for t in texts]
 column = {gram: i for i, gram in enumerate(sorted({g for row in grams for g in row}))}
 counted = torch.zeros(len(tokens), len(column))  # (V - 1, trigrams)
 for row, found in zip(counted, grams):
-    row.index_add_(0, torch.tensor([column[g] for g in found]), torch.ones(len(found)))
+    for gram in found:
+        row[column[gram]] += 1
 counted = torch.nn.functional.normalize(counted, dim=-1)
 one, two = 2 * torch.triu_indices(len(tokens) // 2, len(tokens) // 2, 1)  # of every other token
 cosine = (counted[::2] @ counted[::2].T)[one // 2, two // 2]  # (pairs,)
@@ -401,14 +390,10 @@ cosine = (counted[::2] @ counted[::2].T)[one // 2, two // 2]  # (pairs,)
 # %%
 edges = [-0.1, 0.01, 0.2, 0.4, 0.6, 0.8, 0.9, 1.01]
 names = ["none"] + [f"{a}-{b}" for a, b in zip(edges[1:], edges[2:-1])] + ["0.9-1"]
-overlap = []  # (bins, H)
-for low, high in zip(edges, edges[1:]):
-    pair = ((cosine >= low) & (cosine < high)).nonzero()[:, 0]
-    same = mixed.ids[one[pair]] == mixed.ids[two[pair]]  # (pairs, H)
-    overlap.append(same.double().mean(0))
-overlap = torch.stack(overlap)
+bins = [(cosine >= low) & (cosine < high) for low, high in zip(edges, edges[1:])]
+ids = mixed.ids
+overlap = torch.stack([(ids[one[b]] == ids[two[b]]).double().mean(0) for b in bins])  # (bins, H)
 
-# %%
 figure, axes = plt.subplots(figsize=(7, 3.2))
 axes.plot(names, overlap[:, :2].mean(1), "o-", color=course.VERMILION, label="locality-sensitive")
 axes.plot(names, overlap[:, 2:].mean(1), "s-", color=course.BLUE, label="MurmurHash3")
@@ -416,7 +401,6 @@ axes.set(xlabel="cosine of the trigram counts", ylabel="pairs with the same id (
 axes.legend()
 course.show(figure, "01-similar-strings")
 
-# %%
 near, far = overlap[5, :2].mean().item(), overlap[0, :2].mean().item()
 print(f"cosine 0.8 to 0.9: {near:.3f}; nothing in common: {far:.4f} (1 / (B - 1) = {1 / 511:.4f})")
 family = [" love", " loves", " loved", " lover"]
@@ -430,13 +414,13 @@ assert (overlap[:, 2:] < 0.01).all()
 # %% [markdown]
 # The more alike two strings are, the more often a locality-sensitive function puts them together:
 # for cosines of 0.8 to 0.9 in roughly one case of nine, against one in 511 for strangers.
-# MurmurHash3 stays where it is. So even very similar tokens *mostly* have different ids; " love"
-# and " loves", with a cosine of 0.87, may or may not share one. (The random directions come from
+# MurmurHash3 does not care. So even very similar tokens *mostly* have different ids; " love" and
+# " loves", with a cosine of 0.87, may or may not share one. (The random directions come from
 # `torch.randn`, so single ids may differ on your machine.)
 #
 # There is a price. Similar strings come in crowds (" the", " there", " these"), and so the buckets
-# fill unevenly. The picture shows it: with blind hashing the loads follow Poisson; with
-# locality-sensitive hashing there are more nearly empty buckets and more overfull ones.
+# fill unevenly. In the picture, blind hashing follows Poisson; locality-sensitive hashing has more
+# nearly empty buckets and more overfull ones.
 
 # %%
 loads = torch.stack([column.bincount(minlength=512)[1:] for column in mixed.ids.T]).double()
@@ -447,7 +431,6 @@ axes.set(xlabel="tokens in the bucket", ylabel="buckets (of 511)")
 axes.legend()
 course.show(figure, "01-uneven")
 
-# %%
 uneven = (loads.var(1) / loads.mean(1)).tolist()  # 1 for Poisson
 both = [equal_pairs(mixed.ids[:, part]) for part in (slice(0, 2), slice(2, 4))]
 print(f"variance / mean of the loads: {', '.join(f'{u:.2f}' for u in uneven)}")

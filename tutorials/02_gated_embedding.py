@@ -1,16 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: py:percent,ipynb
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # 02 · The gated embedding
 #
@@ -33,12 +20,16 @@
 # none of a token's rows is its own; only their combination is.
 
 # %%
+import sys
+
+sys.path.append("tutorials")  # for a kernel that was started one folder above
+
 import course
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-import train
+from support.data import windows
 
 plt = course.pyplot()
 model, tokenizer = course.shipped()
@@ -51,11 +42,11 @@ assert signatures.shape == (V, H) and table.shape == (H, B, D)
 # %% [markdown]
 # ## 1. Four rows, and who else has them
 #
-# How often each token stands in the training text will matter all the time. Here are the four rows
-# of " night" and the tokens it shares them with, the most frequent first.
+# How often each token occurs in the training text will matter throughout. Here are the four rows of
+# " night" and the tokens it shares them with, the most frequent first.
 
 # %%
-seen = torch.from_numpy(np.bincount(np.asarray(corpus.training[:]), minlength=V))  # (V,)
+seen = torch.from_numpy(np.bincount(corpus.training, minlength=V))  # (V,)
 (night,) = tokenizer.encode(" night")
 for j, bucket in enumerate(signatures[night].tolist()):
     others = (signatures[:, j] == bucket).nonzero()[:, 0]
@@ -77,7 +68,7 @@ for j, bucket in enumerate(signatures[night].tolist()):
 #
 # The *scorer* ($W_1$ is $Z \times D$, $Z = 64$) gives each row a number, the softmax over the $H$
 # rows makes weights of them: this is the *gate* $\alpha$. The *adapter* $W_s$ is a $D \times D$
-# matrix. The same scorer looks at every row, one at a time: it does not know the token, nor the
+# matrix. The same scorer looks at every row, one at a time: it knows neither the token, nor the
 # function, nor the other rows.
 
 
@@ -120,7 +111,6 @@ axes.set(xlabel="cosine of the input vectors of two tokens", ylabel="density of 
 axes.legend()
 course.show(figure, "02-shared-ids")
 
-# %%
 means = [values.mean().item() for values in by_shared]
 print("mean cosine with 0, 1, 2 shared ids:", [round(m, 2) for m in means])
 assert abs(means[0] - 0.04) < 0.01 and abs(means[1] - 0.25) < 0.01
@@ -142,12 +132,13 @@ print("untrained:", [round(m, 2) for m in untrained])
 assert all(abs(m - k / 4) < 0.02 for k, m in enumerate(untrained))
 
 # %% [markdown]
-# **So why a gate?** The plain mean gives every row the same say, the one that is nearly private and
-# the one that belongs to a frequent stranger. A gate can turn up the one and turn down the other.
+# **So why a gate?** The plain mean gives every row the same weight: the one that is nearly private
+# and the one that belongs to a frequent stranger. A gate can turn up the first and turn down the
+# second.
 #
 # ## 4. What the gate learnt
 #
-# *Before you run it:* " scruple" stands 20 times in the training text. For each of its rows we list
+# *Before you run it:* " scruple" occurs 20 times in the training text. For each of its rows we list
 # how often the *other* tokens of its bucket occur. Which row will the gate prefer?
 
 # %%
@@ -155,10 +146,8 @@ busy = torch.stack([torch.zeros(B).index_add(0, c, seen.float()) for c in signat
 others = torch.stack([busy[j, c] for j, c in enumerate(signatures.T)], 1) - seen[:, None]  # (V, H)
 for word in " scruple", " bachel", " garment", " king", " the":
     (i,) = tokenizer.encode(word)
-    weights = "  ".join(
-        f"{g:.2f} ({n:6,.0f})" for g, n in zip(gate[i].tolist(), others[i].tolist())
-    )
-    print(f"{word!r:10} {seen[i]:6,} times; gate (others): {weights}")
+    weights = [f"{g:.2f} ({n:6,.0f})" for g, n in zip(gate[i].tolist(), others[i].tolist())]
+    print(f"{word!r:10} {seen[i]:6,} times; gate (others): {'  '.join(weights)}")
 
 # %% [markdown]
 # A pattern: the less others use a row, the more weight it gets. Does it hold in general? For each
@@ -180,7 +169,6 @@ right.axhline(0.25, color="0.6", linewidth=1)
 right.set(xlabel="times in the training text", ylabel="largest weight, mean", ylim=(0.2, 0.4))
 course.show(figure, "02-gate")
 
-# %%
 inside = others.log1p() - others.log1p().mean(1, keepdim=True)  # compared within each token
 weight = gate.log() - gate.log().mean(1, keepdim=True)
 rho = course.spearman(inside[:-1].flatten().numpy(), weight[:-1].flatten().numpy())
@@ -195,10 +183,10 @@ assert abs(strongest[0] - 0.37) < 0.01 and abs(strongest[3] - 0.28) < 0.01
 
 # %% [markdown]
 # It does: within a token, the rank correlation of the gate's weight with how often others use the
-# row is −0.84, and for 0.72 of the tokens the row with the rarest company has the largest weight.
-# But look at the size, too. The gate stays close to the mean: its entropy is 0.983 of the largest
-# possible. It is firmer for rare tokens (largest weight 0.37 on average) than for frequent ones
-# (0.28), which own their rows anyway.
+# row is −0.84, and for 0.72 of the tokens the row whose other tokens are rarest has the largest
+# weight. But look at the size, too. The gate stays close to the mean: its entropy is 0.983 of the
+# largest possible. It chooses more for rare tokens (largest weight 0.37 on average) than for
+# frequent ones (0.28), which own their rows anyway.
 #
 # ## 5. How can it know?
 #
@@ -214,17 +202,14 @@ traffic = busy[used]
 figure, axes = plt.subplots(figsize=(7, 3.4))
 dots = axes.scatter(traffic + 1, score, s=4, c=length.clamp(max=2), rasterized=True)
 figure.colorbar(dots, label="length of the row (2: or more)")
-axes.set(
-    xscale="log", xlabel="occurrences of all tokens of the row, + 1", ylabel="score s of the row"
-)
+axes.set(xscale="log", xlabel="occurrences of all tokens of the row, + 1", ylabel="score s")
 course.show(figure, "02-rows")
 
-# %%
 follows = [course.spearman(quantity.numpy(), traffic.numpy()) for quantity in (score, length)]
 quiet = ~used
 quiet[:, 0] = False  # rows that no token has
-text = torch.from_numpy(np.asarray(corpus.held_out[:256]).astype(np.int64))[None]  # (1, T)
-logits = model.head_logits(text)[0].mean(0)  # (H, B), the mean over positions
+text = torch.tensor(corpus.held_out[:256].tolist())[None]  # (1, T)
+logits = model.hash_head(model(text), table)[0].mean(0)  # (H, B), the mean over positions
 print(f"rank correlation with traffic: score {follows[0]:.2f}, length {follows[1]:.2f}")
 print(f"mean length: {length.mean():.2f}; without tokens {table.norm(dim=-1)[quiet].mean():.2f}")
 print(f"mean logit: {logits[used].mean():.1f}; without tokens {logits[quiet].mean():.1f}")
@@ -237,15 +222,15 @@ assert logits[quiet].mean() < logits[used].mean() - 5
 # are quiet rows longer? The table is tied: its rows are also the *output* weights of their buckets.
 # A bucket that is hardly ever the right one is pushed down at every position, and gets a long row
 # that points away from the states. The rows that no token has, which no input ever reads, show it
-# purely: a mean length of 4.4 where the others have 1.04, and by far the lowest logits. So the gate
-# has a sign to read, made by the other end of the model. (Is it the length that it reads, or the
-# direction? Exercise 3.)
+# best: a mean length of 4.4 where the others have 1.04, and by far the lowest logits. So the gate
+# reads a sign that the other end of the model made. (Does it read the length or the direction?
+# Exercise 3.)
 #
 # ## 6. Does the model need its gate?
 #
-# *Before you run it:* we take the trained model and exchange the gate for (a) the plain mean, (b)
-# only the best row, (c) the reversed gate, softmax of $-s$, and measure on held-out text. How much
-# worse will each be?
+# *Before you run it:* we replace the gate of the trained model by (a) the plain mean, (b) only the
+# best row, (c) the reversed gate, softmax of $-s$, and measure on held-out text. How much worse
+# will each be?
 
 # %%
 scorer, adapter = combiner.scorer, combiner.output_proj
@@ -257,47 +242,43 @@ gates = {
 }
 
 
-@torch.no_grad()
-def held_out_loss(choose, windows):
+def held_out_loss(choose, inputs, targets):
     """−log P of the next token (windows, T) when choose(e) makes the weights (..., H, 1)."""
     combiner.forward = lambda e: (adapter((choose(e) * e).sum(-2)), None)
-    losses = [-model.log_probs(x[None])[0].gather(1, y[:, None])[:, 0] for x, y in zip(*windows)]
+    log_p = [model.log_probs(x[None])[0].gather(1, y[:, None]) for x, y in zip(inputs, targets)]
     del combiner.forward  # the class's own again
-    return torch.stack(losses)
+    return -torch.stack(log_p)[..., 0]
 
 
-# %%
 T = model.config.max_position_embeddings
 starts = np.linspace(0, len(corpus.held_out) - 1 - T, 96).astype(int)
-inputs, targets = train.windows(corpus.held_out, starts, T)  # (96, T)
+inputs, targets = windows(corpus.held_out, starts, T)  # (96, T)
 few = inputs[::4], targets[::4]  # 24 windows
-loss = {name: held_out_loss(choose, few).mean().item() for name, choose in gates.items()}
-perplexity = {name: np.exp(value) for name, value in loss.items()}
+perplexity = {n: held_out_loss(choose, *few).mean().exp().item() for n, choose in gates.items()}
 figure, axes = plt.subplots(figsize=(7, 2.6))
-bars = axes.barh(list(loss), [*perplexity.values()], color=course.SKY)
+bars = axes.barh(list(perplexity), [*perplexity.values()], color=course.SKY)
 axes.bar_label(bars, [f"{p:.0f}" for p in perplexity.values()], padding=3)
 axes.set(xlabel="perplexity on held-out text", xlim=(0, 550))
 axes.invert_yaxis()
 course.show(figure, "02-without-the-gate")
 
-# %%
-ratio = {name: float(p / perplexity["gate"]) for name, p in perplexity.items()}
+ratio = {name: p / perplexity["gate"] for name, p in perplexity.items()}
 print({name: round(r, 3) for name, r in ratio.items()})
 assert 1.0 < ratio["mean"] < 1.03 and 1.04 < ratio["reversed"] < 1.15 and ratio["best row only"] > 4
 
 # %% [markdown]
-# The plain answer: *hardly*. With the mean, perplexity rises by one percent or so. The reversed
-# gate costs several percent; one row alone is ruin, because it cannot tell the tokens of a bucket
-# apart. Where would a gate matter? At rare tokens, if the idea is right. We compare gate and mean
-# by how often the token that is being read occurs in the training text.
+# The plain answer: *hardly*. With the mean, perplexity rises by about one percent. The reversed
+# gate costs several percent; one row alone ruins the model, because it cannot tell the tokens of a
+# bucket apart. Where would a gate matter? At rare tokens, if the idea is right. We compare gate and
+# mean by how often the token being read occurs in the training text.
 
 # %%
-both = [held_out_loss(gates[name], (inputs, targets)) for name in ("gate", "mean")]
-worse = both[1] - both[0]  # (96, T)
+with_gate, with_mean = (held_out_loss(gates[n], inputs, targets) for n in ("gate", "mean"))
+worse = with_mean - with_gate  # (96, T)
 for low, high in (0, 30), (30, 300), (300, 3000), (3000, 10**9):
     chosen = worse[(seen[inputs] >= low) & (seen[inputs] < high)]
     error = chosen.std() / len(chosen) ** 0.5
-    amount = f"{chosen.mean():+.4f} ± {error:.4f} nats, {len(chosen):5,} positions"
+    amount = f"{chosen.mean():+.4f} ± {error:.4f} nats, {len(chosen):6,} positions"
     print(f"{low:5,} times or more, below {high:13,}: {amount}")
 rare, frequent = worse[seen[inputs] < 30].mean(), worse[seen[inputs] >= 3000].mean()
 assert 0.04 < rare < 0.12 and abs(frequent) < 0.01
@@ -307,13 +288,13 @@ assert 0.04 < rare < 0.12 and abs(frequent) < 0.01
 # nothing that we could measure. Rare tokens are few in running text, and the total hardly moves.
 #
 # Two things this experiment does *not* say. A model *trained* with the mean could adapt to it; that
-# needs training runs (the code is three lines: try it with `train.py --compare`). And with fewer
-# buckets each row would have more owners, and more would hang on the gate.
+# needs training runs ([assignment 1](assignments/README.md)). And with fewer buckets each row would
+# have more owners, and more would depend on the gate.
 #
 # ## 7. The adapter
 #
-# $W_s$ started as the identity matrix (a deviation from the paper, measured in `README.md`).
-# Where did it go?
+# $W_s$ started as the identity matrix (`adapter_init`: a deviation from the paper). Where did it
+# go?
 
 # %%
 Ws, identity = adapter[0].weight, torch.eye(D)
@@ -324,17 +305,14 @@ print(f"singular values from {sizes.max():.2f} to {sizes.min():.2f}, median {siz
 assert abs(distance - 0.39) < 0.01
 assert abs(sizes.max() - 1.77) < 0.02 and abs(sizes.min() - 0.28) < 0.02
 
-# %%
-trained = Ws.clone()
-Ws.copy_(identity)
-without = np.exp(held_out_loss(gates["gate"], few).mean().item())
-Ws.copy_(trained)
-print(f"perplexity with the identity: {without / perplexity['gate']:.1f} times as high")
-assert 1.7 < without / perplexity["gate"] < 2.4
+adapter = torch.nn.Identity()
+times = held_out_loss(gates["gate"], *few).mean().exp().item() / perplexity["gate"]
+print(f"perplexity without the adapter: {times:.1f} times as high")
+assert 1.7 < times < 2.4
 
 # %% [markdown]
-# It went 0.39 of the identity's own length away, stretching some directions by 1.77 and shrinking
-# others to 0.28. Taking it out doubles the perplexity. A likely reason: the table serves two ends,
+# It moved by 0.39 of the identity's own length, stretching some directions by 1.77 and shrinking
+# others to 0.28. Taking it out doubles the perplexity. A likely reason: the table serves two ends;
 # its rows must be good *inputs* and good *output weights*. The adapter lets the input side turn and
 # scale what the output side wants to keep.
 #
@@ -343,19 +321,17 @@ assert 1.7 < without / perplexity["gate"] < 2.4
 # The gate is small, and nothing in it grows with $V$.
 
 # %%
-parts = {"table": model.model.embed_tokens, "scorer": scorer, "adapter": adapter}
+parts = {"table": model.model.embed_tokens, "scorer": scorer, "adapter": combiner.output_proj}
 count = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
 print({name: f"{size:,}" for name, size in count.items()}, f"a V × D table: {V * D:,}")
 assert count == {"table": H * B * D, "scorer": 64 * D + 64 + 64 + 1, "adapter": D * D + D}
 assert count["scorer"] + count["adapter"] == 24833 and V * D == H * B * D == 1048576
 
-# %%
 ours, sizes = sum(count.values()), np.array([1e3, 8192, 3.3e4, 1.3e5, 1e6])
 figure, axes = plt.subplots(figsize=(7, 3))
 axes.plot(sizes, sizes * D, "o-", color=course.ORANGE, label="V × D table")
-axes.plot(
-    sizes, [ours] * len(sizes), "s-", color=course.BLUE, label="H × B × D table, scorer, adapter"
-)
+label = "H × B × D table, scorer, adapter"
+axes.plot(sizes, [ours] * len(sizes), "s-", color=course.BLUE, label=label)
 axes.set(xscale="log", yscale="log", xlabel="tokens V", ylabel=f"parameters (D = {D})")
 axes.legend()
 course.show(figure, "02-parameters")
@@ -363,7 +339,7 @@ course.show(figure, "02-parameters")
 # %% [markdown]
 # At $V = 8{,}192$ there is nothing to gain: the standard table has as many parameters, 1,048,576,
 # and scorer and adapter add 24,833. The picture shows why one would do it: the standard table grows
-# with $V$, this one does not. What fewer rows cost in quality is measured in `README.md`.
+# with $V$, this one does not. What fewer rows cost in quality, `experiments.py one_id` measures.
 #
 # ## What we saw
 #
@@ -371,7 +347,7 @@ course.show(figure, "02-parameters")
 #   shared part: about a quarter of a cosine for one of four rows.
 # * The gate learnt what it was meant for: to listen to rows that few others use. It can, because
 #   tied training leaves quiet rows longer.
-# * In this small, roomy model little hangs on it: one percent of perplexity, all of it at rare
+# * In this small, roomy model little depends on it: one percent of perplexity, all of it at rare
 #   tokens. The adapter matters much more.
 # * None of these parts grows with the vocabulary.
 #

@@ -1,16 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: py:percent,ipynb
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # 04 · The cascade
 #
@@ -23,22 +10,28 @@
 # * measure what the mixers pass on: switch them off, cut a wire, force a bucket;
 # * say in which sense the ids are *not* predicted one after the other.
 #
-# Reading takes 25 minutes, running half a minute. Paper:
-# [section 3.3](https://arxiv.org/abs/2606.28057), the hash decoder. In `mhf.py`: `predict`,
-# `CascadeDecoder`.
+# Reading: 25 minutes. Run time: under half a minute on 2 cores. Paper:
+# [section 3.3](https://arxiv.org/abs/2606.28057), the hash decoder. Code: `soft_embedding` and
+# `CascadeDecoder` in `mhf.py`.
 #
 # On Colab: `!git clone REPOSITORY project`, `%cd project/tutorials`,
 # `!pip install -r ../requirements.txt`
 
 # %%
 import copy
+import math
+import sys
+from unittest import mock
+
+sys.path.append("tutorials")  # for a kernel that was started one folder above
 
 import course
 import torch
 import torch.nn.functional as F
 
 import mhf
-import train
+from support import data
+from support.explain import explain
 
 plt = course.pyplot()
 torch.set_grad_enabled(False)
@@ -57,10 +50,10 @@ print(f"H {H}, B {B:,}, D {D}, V {model.config.vocab_size:,}")
 # $$c_1 = h, \qquad o_j = E_j c_j, \qquad e_j = \mathrm{softmax}(o_j)^\top E_j,$$
 # $$c_{j+1} = c_j + W_{up}\,\mathrm{SiLU}(W_{dn}[c_j; e_j] + b_{dn}) + b_{up}.$$
 #
-# * $o_j$: one logit for each bucket. It is an inner product with the row of that bucket.
-# * $e_j$, the *soft embedding*: the mean of all rows, weighted by the prediction. It is what
-#   function $j+1$ is told about the prediction of function $j$.
-# * the *mixer*, a small network of its own for each step, turns $c_j$ and $e_j$ into $c_{j+1}$.
+# * $o_j$: one logit for each bucket, the inner product of $c_j$ with the row of that bucket.
+# * $e_j$, the *soft embedding*: the mean of all rows, weighted by the prediction. It tells
+#   function $j+1$ what function $j$ has predicted.
+# * The *mixer*, a small network, one for each step, turns $c_j$ and $e_j$ into $c_{j+1}$.
 #
 # Functions count from 1 in the text and from 0 in the code.
 
@@ -72,7 +65,7 @@ for j in range(H):
     E = model.table[j]  # (B, D)
     o = E @ c  # (B,)
     logits.append(o)
-    if j < H - 1:  # the last function has no one to tell
+    if j < H - 1:  # the last function has no successor
         e = o.softmax(0) @ E  # (D,)
         W_dn, _, W_up = model.hash_head.cascade_mixer[j]
         c = c + W_up(F.silu(W_dn(torch.cat([c, e]))))  # (D,)
@@ -81,13 +74,13 @@ by_hand = torch.stack(logits)  # (H, B)
 torch.testing.assert_close(by_hand, model.hash_head(h, model.table), atol=1e-4, rtol=1e-4)
 
 # %% [markdown]
-# `model.explain` shows what these numbers say. Each panel is one function and its likeliest
-# buckets; on each bar stand the likeliest tokens that live in this bucket. See how one token, "
-# you" (orange), appears in all four panels, each time in other company: only together the ids say
-# who is meant.
+# `explain` (in `support/explain.py`) shows what these numbers say. Each panel is one function
+# and its likeliest buckets; each bar names the likeliest tokens of its bucket. One token, " you"
+# (orange), appears in all four panels, each time in other company: only the four ids together
+# name it.
 
 # %%
-seen = model.explain(prompt, top_k=5)
+seen = explain(model, prompt, top_k=5)
 best = seen["top_tokens"][0]
 figure, axes = plt.subplots(1, H, figsize=(11, 2.7))
 for j, (ax, function) in enumerate(zip(axes, seen["functions"])):
@@ -103,14 +96,14 @@ for j, (ax, function) in enumerate(zip(axes, seen["functions"])):
 axes[0].set_ylabel("bucket")
 course.show(figure, "04-buckets")
 for entry in seen["top_tokens"][:3]:
-    print(f"{entry['text']!r:8} score {entry['score']:.2f}  P {2.71828 ** entry['log_prob']:.3f}")
+    print(f"{entry['text']!r:8} score {entry['score']:.2f}  P {math.exp(entry['log_prob']):.3f}")
 assert seen["top_tokens"][0]["text"] == " you"
 
 # %% [markdown]
-# No function is sure: its best bucket has a few per cent, and function 1 even prefers another
-# token's. Yet " you" gets half of the renormalised probability, because it stands high in all
-# four. The score of a token is $\sum_j \log p_j[\mathrm{id}_j]$ (tutorial 05 asks what that
-# means, 06 what to do with it).
+# No function is certain: its best bucket has a few per cent, and function 1 prefers buckets of
+# other tokens. Yet " you" gets half of the renormalised probability, because it ranks high in all
+# four functions. The score of a token is $\sum_j \log p_j[\mathrm{id}_j]$ (tutorial 05 asks what
+# that means, 06 what to do with it).
 
 # %%
 log_p = by_hand.log_softmax(-1)  # (H, B)
@@ -123,8 +116,8 @@ assert abs(scores[best].item() - seen["top_tokens"][0]["score"]) < 1e-3
 # %% [markdown]
 # ## 2. The soft embedding is attention
 #
-# Why not hand on the row of the *best* bucket? Because choosing is not differentiable: no
-# gradient would say what would have been better. A weighted mean is. And it is an old friend:
+# Why not pass on the row of the *best* bucket? Because choosing is not differentiable: no gradient
+# says which bucket would have been better. A weighted mean is differentiable, and it is well known:
 # $\mathrm{softmax}(E c)^\top E$ is attention of one query $c$ over $B$ keys that are also the
 # values. The scale is 1, not $1/\sqrt{D}$, because $E c$ are already the logits.
 
@@ -140,21 +133,19 @@ assert (usual.flatten() - middle).norm() < 0.5 * (attended.flatten() - middle).n
 
 # %% [markdown]
 # So $e_j$ carries a *direction* (which rows) and a *certainty*: the less certain the prediction,
-# the nearer lies $e_j$ to the mean of all rows, which says nothing. With the usual scale it would
-# lie nearer still. To see it we need many positions: 2,048 of the held-out text, which the model
-# never trained on. Look how few of them are as far from the mean as a single row would be.
+# the nearer $e_j$ is to the mean of all rows, which says nothing. With the usual scale it is nearer
+# still. The picture shows 2,048 positions of the held-out text, on which the model never trained.
+# Look how few of them are as far from the mean row as a single row is.
 
 # %%
-x, y = train.batch(course.corpus().held_out, seed=0, step=0, rows=8, length=256)
+x, y = data.batch(course.corpus().held_out, seed=0, step=0, rows=8, length=256)
 h, targets = model(x).flatten(0, 1), y.flatten()  # (M, D), (M,)
 assert len(h) == 2048 and f"{len(h):,}" == "2,048"
 ids = signatures[targets]  # (M, H) the true ids
-steps = list(model.hash_head.steps(h, model.table))
-log_p = torch.stack([o for o, _, _ in steps], 1).log_softmax(-1)  # (M, H, B)
-soft = [e for _, _, e in steps[:-1]]  # H−1 of (M, D)
-LN2 = torch.tensor(2.0).log()
-entropy = torch.special.entr(log_p.exp()).sum(-1) / LN2  # (M, H) in bits
-away = (soft[0] - middle).norm(dim=-1)  # (M,) from the mean row
+log_p = model.bucket_log_probs(h)  # (M, H, B)
+entropy = torch.special.entr(log_p.exp()).sum(-1) / math.log(2)  # (M, H) in bits
+e = mhf.soft_embedding(h @ model.table[0].T, model.table[0])  # (M, D), e_1
+away = (e - middle).norm(dim=-1)  # (M,) from the mean row
 row_away = (model.table[0] - middle).norm(dim=-1).mean()
 
 # %%
@@ -174,35 +165,30 @@ assert course.pearson(entropy[:, 0], away) < -0.9
 
 # %% [markdown]
 # On average $e_1$ is 0.37 away from the mean row; a single row is 0.93 away. The uniform
-# distribution over $B$ buckets has $\log_2 B = 11$ bits, and the functions are at about 9: this
-# small model spreads its bets widely, so that its soft embeddings have little to say.
+# distribution over $B$ buckets has $\log_2 B = 11$ bits, and the functions have about 9: this small
+# model spreads its probability widely, so its soft embeddings say little.
 #
 # ## 3. What do the mixers pass on?
 #
-# Entropies first: they fall from function to function, from 9.18 to 8.91 bits.
+# The entropies fall from function to function, from 9.18 to 8.91 bits. Now we switch all mixers
+# off, so that $c_j = h$ for each function: the last linear layer of each mixer becomes 0, all other
+# weights stay.
 #
-# **Before you run it:** switch all mixers off, so that $c_j = h$ for each function. The weights
-# are the same, only the last linear layer of each mixer is set to 0. What will functions 2 to 4
-# do?
+# **Before you run it:** what will functions 2 to 4 do?
 
 
 # %%
 def bits_of(log_p):
     """Mean −log2 p of the true ids, function by function: (M, H, B) -> (H,)."""
-    return -log_p.gather(-1, ids.unsqueeze(-1))[..., 0].mean(0) / LN2
-
-
-def run(head=model.hash_head, **how):
-    """log p (M, H, B) of a cascade, however it is changed."""
-    return torch.stack([o for o, _, _ in head.steps(h, model.table, **how)], 1).log_softmax(-1)
+    return -log_p.gather(-1, ids.unsqueeze(-1))[..., 0].mean(0) / math.log(2)
 
 
 without = copy.deepcopy(model.hash_head)
 for mixer in without.cascade_mixer:
     mixer[2].weight.zero_()
     mixer[2].bias.zero_()
-log_p_without = run(without)
-entropy_without = torch.special.entr(log_p_without.exp()).sum(-1).mean(0) / LN2  # (H,)
+log_p_without = without(h, model.table).log_softmax(-1)  # (M, H, B)
+entropy_without = torch.special.entr(log_p_without.exp()).sum(-1).mean(0) / math.log(2)  # (H,)
 for j in range(H):
     print(f"function {j + 1}: entropy {entropy[:, j].mean():.2f} bits", end=", ")
     print(f"without mixers {entropy_without[j]:.2f}")
@@ -210,29 +196,30 @@ assert (entropy.mean(0) - torch.tensor([9.18, 9.02, 8.95, 8.91])).abs().max() < 
 assert (entropy_without[1:] - 9.95).abs().max() < 0.06
 
 # %% [markdown]
-# Without mixers functions 2 to 4 lose about a bit of certainty (9.95 instead of 8.95). So the
-# mixers do matter. But *what* in them? A mixer reads two things: $c_j$, what it knows already,
-# and $e_j$, what function $j$ says. To tell them apart, cut only the second wire: give each mixer
-# the *mean* of the soft embedding over all positions, which says nothing about this position.
-# `steps` takes a `predict` of our own.
+# Without mixers the entropy of functions 2 to 4 rises by about a bit (9.95 instead of 8.95). So
+# the mixers matter. But which of their two inputs: $c_j$, what is known already, or $e_j$, what
+# function $j$ says? To tell them apart we cut only the second wire: each mixer gets the *mean* of
+# the soft embedding over all positions, which says nothing about this position. Inside the block
+# of `mock.patch.object` our function takes the place of `mhf.soft_embedding`.
 #
-# **Before you run it:** how much of the loss comes back if only $e_j$ is cut?
+# **Before you run it:** how near will the perplexity with $e_j$ cut be to that of the whole
+# cascade, how near to that without mixers?
 
 
 # %%
-def cut(c, E, target=None, last=False):
-    """mhf.predict, whose soft embedding is the same for all positions."""
-    o, loss, e = mhf.predict(c, E, target, last)
-    return o, loss, None if last else e.mean(0).expand_as(e)  # (M, D)
+def cut(o, E):
+    """A soft embedding that is the same at all positions: o (M, B), E (B, D) -> (M, D)."""
+    return (o.softmax(-1) @ E).mean(0).expand(len(o), -1)
 
 
 def perplexity(log_p):
     """Of the token: renormalised over the real ones, calibrated with the model's τ."""
-    scores = model.sum_over_signatures(log_p.flatten(1).T.contiguous())  # (M, V)
+    scores = model.sum_over_signatures(log_p.flatten(1).T.contiguous()).T  # (M, V)
     return F.cross_entropy(scores / model.config.calibration, targets).exp().item()
 
 
-log_p_cut = run(predict=cut)
+with mock.patch.object(mhf, "soft_embedding", cut):
+    log_p_cut = model.bucket_log_probs(h)  # (M, H, B)
 variants = {"cascade": log_p, "$e_j$ cut": log_p_cut, "mixers off": log_p_without}
 bits = {name: bits_of(value) for name, value in variants.items()}  # each (H,)
 ppl = {name: perplexity(value) for name, value in variants.items()}
@@ -245,16 +232,15 @@ assert all(abs(a - b) < 1.5 for a, b in zip(ppl.values(), expected))
 # %% [markdown]
 # The perplexity of the token is 86.9 with the cascade, 104.4 without mixers, and 86.5 with $e_j$
 # cut: as good as before. In *this* model the mixers help because they are one more non-linear
-# layer for each function, with $h$ as input; what function $j$ predicted is hardly missed. The
-# single ids notice a little (a tenth of a bit), the token does not.
+# layer for each function, with $h$ as input; the prediction of function $j$ is hardly needed. The
+# single ids cost a little more without it (a tenth of a bit), the token does not.
 #
-# Now the other way round: not less information, but *wrong* information. `force` puts the row of
-# one bucket in the place of a soft embedding, as if that bucket were certain. First for our one
-# position.
+# Now we give *wrong* information instead of none. `force` puts the row of one bucket in the place
+# of a soft embedding, as if that bucket were certain. First for our one position.
 
 # %%
 wrong = signatures[tokenizer.encode(" king")[0], 0].item()  # the bucket of another token
-forced = model.explain(prompt, top_k=5, force={0: wrong})
+forced = explain(model, prompt, top_k=5, force={0: wrong})
 for name, result in (("as it is", seen), ("forced", forced)):
     best = ", ".join(f"{t['text']!r} {t['log_prob']:.2f}" for t in result["top_tokens"][:4])
     print(f"{name:9} {best}")
@@ -265,20 +251,26 @@ assert own[0] == own[1]  # function 1 itself stays as it was
 assert forced["top_tokens"][0]["text"] == " you"
 
 # %% [markdown]
-# Function 1 was told to be certain of a bucket that has nothing to do with it, and " you" is
-# still on top. Over all positions, with the bucket of a random other token: how much do the later
-# functions move? We measure $\mathrm{KL}(p \,\|\, p^{forced})$, the bits by which a distribution
-# has moved.
+# Function 2 was told that function 1 is certain of the bucket of " king", and " you" is still the
+# best token. How far do the later functions move on average over all positions, if one function is
+# forced to the bucket of a random other token? We measure $\mathrm{KL}(p \,\|\, p^{forced})$ in
+# bits: 0 means that a distribution has not moved.
 
 
 # %%
 def moved(other):
     """Mean KL(p ‖ other) in bits, function by function: (H,)."""
-    return (log_p.exp() * (log_p - other)).sum(-1).mean(0) / LN2
+    return (log_p.exp() * (log_p - other)).sum(-1).mean(0) / math.log(2)
+
+
+def forced_to(j, buckets):
+    """log p (M, H, B) if function j is told to be certain of these buckets (M,)."""
+    steps = model.hash_head.steps(h, model.table, force={j: buckets})
+    return torch.stack([o for o, _ in steps], 1).log_softmax(-1)
 
 
 shuffled = ids[torch.randperm(len(ids), generator=torch.Generator().manual_seed(0))]  # (M, H)
-shift = {f"wrong bucket for {j + 1}": moved(run(force={j: shuffled[:, j]})) for j in range(3)}
+shift = {f"wrong bucket for {j + 1}": moved(forced_to(j, shuffled[:, j])) for j in range(3)}
 shift |= {"$e_j$ cut": moved(log_p_cut), "mixers off": moved(log_p_without)}
 for name, values in shift.items():
     print(f"{name:18}", [round(v, 3) for v in values.tolist()])
@@ -287,9 +279,9 @@ assert shift["wrong bucket for 2"][2] < 0.03 and shift["wrong bucket for 3"][3] 
 assert abs(shift["mixers off"][1] - 0.57) < 0.05
 
 # %% [markdown]
-# Left: what the true ids cost. Right: how far the functions move, on a logarithmic scale. See
-# that a wrong bucket moves the functions behind it less than the mixers do by themselves, and
-# that only the first function is listened to at all.
+# Left: what the true ids cost. Right: how far the functions move, on a logarithmic scale. A wrong
+# bucket moves the functions after it less than switching the mixers off does, and only that of
+# function 1 moves them noticeably.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.4))
@@ -312,26 +304,26 @@ course.show(figure, "04-variants")
 #
 # ## 4. What the cascade is not
 #
-# "One after the other" sounds like a text model that reads its own last word. It is not that.
-# Every $c_j$ is computed from $h$; nothing is drawn or chosen on the way. So
+# "One after the other" sounds like a language model that reads its own last token. The cascade
+# does not do that: every $c_j$ is computed from $h$, and nothing is drawn or chosen on the way. So
 #
 # $$p_2 = p(\mathrm{id}_2 \mid h), \qquad\text{not}\qquad p(\mathrm{id}_2 \mid \mathrm{id}_1, h).$$
 #
-# Compare what a chain could do. Suppose somebody tells function 2 the *true* id 1. Only the
-# tokens in that bucket are left, about four of $V$.
+# Compare it with a chain of conditional probabilities. Suppose function 2 is told the *true* id of
+# function 1. Only the tokens in that bucket are left, about four of $V$.
 #
 # **Before you run it:** the true id 2 costs 7.72 bits. What would it cost a function that knows
 # which tokens exist? And what does our cascade make of it, if we force the true bucket?
 
 # %%
-told = bits_of(run(force={0: ids[:, 0]}))  # (H,)
-scores = model.sum_over_signatures(log_p.flatten(1).T.contiguous())  # (M, V)
+told = bits_of(forced_to(0, ids[:, 0]))  # (H,)
+scores = model.token_scores(h)  # (M, V)
 log_P = (scores / model.config.calibration).log_softmax(-1)  # (M, V) over the real tokens
 left_over, chain, before = torch.ones_like(log_P, dtype=torch.bool), [], 0.0
 for j in range(H):  # P(id_1) · P(id_2 | id_1) · …, from the renormalised probabilities
     left_over &= signatures[:, j] == ids[:, j : j + 1]  # (M, V)
     now = log_P.masked_fill(~left_over, -torch.inf).logsumexp(-1)  # (M,)
-    chain.append(((before - now).mean() / LN2).item())
+    chain.append((before - now).mean().item() / math.log(2))
     before = now
 plain = bits["cascade"]
 chain = torch.tensor(chain)  # (H,)
@@ -355,9 +347,9 @@ course.show(figure, "04-chain")
 # %% [markdown]
 # Told the truth about id 1, function 2 saves 0.17 bits (7.72 → 7.55). The chain over the real
 # tokens needs 0.31 bits for id 2 and nothing for ids 3 and 4, since two ids nearly always name
-# one token. In sum: 30.95 bits for the four ids of the cascade, 6.44 for the token. The knowledge
-# of *which signatures exist* is not in the cascade; it enters with the renormalisation over the
-# $V$ real tokens.
+# one token. Together the four ids of the cascade cost 30.95 bits, the token 6.44. The cascade does
+# not know *which signatures exist*; this knowledge enters with the renormalisation over the $V$
+# real tokens.
 
 # %%
 saved = (plain[1] - told[1]).item()
@@ -367,15 +359,15 @@ assert abs(saved - 0.17) < 0.02
 # %% [markdown]
 # ## 5. Do the four functions agree?
 #
-# A check that needs no bits: take the top bucket of each function. Do these four ids name a real
-# token? By luck they would not: $V$ of $B^H$ signatures exist. The picture follows how many real
-# tokens are still compatible after ids 1 … j, for the functions' own top buckets and for the ids
-# of the renormalised choice (the best *real* token).
+# Take the top bucket of each function. Do these four ids name a real token? By chance they would
+# not: only $V$ of the $B^H$ signatures are taken. The picture shows how many real tokens are still
+# compatible after ids 1 … j, for the functions' own top buckets and for the ids of the
+# renormalised choice (the best *real* token).
 
 # %%
 greedy = log_p.argmax(-1)  # (M, H) each function for itself
 choice = scores.argmax(-1)  # (M,) the best real token
-owner = [model.signatures.lookup(row) for row in greedy.tolist()]
+owner = [model.signatures.owner.get(tuple(row)) for row in greedy.tolist()]
 named = torch.tensor([token is not None for token in owner])  # (M,)
 same = torch.tensor([token == best for token, best in zip(owner, choice.tolist())])
 print(f"the top buckets name a real token at {named.float().mean():.3f} of the positions")
@@ -414,44 +406,46 @@ course.show(figure, "04-funnel")
 # %% [markdown]
 # One id leaves about five tokens, two leave one: a signature is more than enough. The functions'
 # own choices name a real token at 0.090 of the positions, and then it is always the renormalised
-# choice (it must be: each term of its score is the largest there is). These are the sure
-# positions: it is right at 0.93 of them, while the renormalised choice is right at 0.254 of all.
-# Elsewhere the four functions vote for ids of *different* tokens. The renormalised choice is the
-# best compromise that exists.
+# choice (it must be: each term of its score is the largest there is). At these positions the model
+# is certain: it is right at 0.93 of them, while the renormalised choice is right at 0.254 of all.
+# Elsewhere the four functions vote for ids of *different* tokens, and the renormalised choice is
+# the best compromise among the real ones.
 #
 # ## 6. What the mixers cost
 #
-# Each mixer has $2D \cdot Z + Z$ and $Z \cdot D + D$ numbers, and there are $H-1$ of them.
-# Neither $B$ nor $V$ occurs: the output rows are the table's own.
+# Each of the $H-1$ mixers has two linear layers, with $2D \cdot Z + Z$ and $Z \cdot D + D$
+# parameters. Neither $B$ nor $V$ occurs: the output rows are those of the input table.
 
 # %%
 Z = model.config.bottle_neck_dim
 mixers = (H - 1) * (2 * D * Z + Z + Z * D + D)
-size = model.num_parameters()
-print(f"{mixers:,} of {size['total']:,} parameters: {mixers / size['total']:.1%}")
-assert mixers == size["decoder"] and abs(mixers / size["total"] - 0.038) < 0.001
+total = model.num_parameters()["total"]
+print(f"{mixers:,} of {total:,} parameters: {mixers / total:.1%}")
+assert mixers == sum(p.numel() for p in model.hash_head.parameters())
+assert abs(mixers / total - 0.038) < 0.001
 
 # %% [markdown]
 # ## What we saw
 #
-# The H ids are predicted by H inner products with the rows of the table; between two of them the
+# Each of the H ids is predicted by inner products with the rows of the table; between two ids the
 # soft embedding (attention over the buckets) and a mixer change the query. Nothing is chosen on
 # the way, so the cascade is one deeper function of $h$ and not a chain of conditional
-# probabilities. In this small model, trained with the joint objective, the mixers are worth
-# having (perplexity 86.9 against 104.4 when they are switched off afterwards), but as layers:
-# what the soft embedding says is hardly used, and a wrong bucket hardly disturbs. Whether larger
-# models listen more is open; the same cells measure it. That the ids fit together is the work of
-# the renormalisation over the real tokens.
+# probabilities. In this small model, trained with the joint objective, the mixers help (perplexity
+# 86.9 against 104.4 when they are switched off after training), but as layers: the model hardly
+# uses the soft embedding, and a wrong bucket hardly disturbs it. Whether larger models use it more
+# is open; the same cells measure it. The renormalisation over the real tokens, not the cascade,
+# makes the ids fit together.
 #
 # ## Exercises
 #
-# 1. *Calculate.* How many parameters have the mixers of the paper's 1B model (D 2048, Z 64, H 4),
-#    and which share of all its parameters is it (the README has a table of sizes)?
+# 1. *Calculate.* How many parameters do the mixers of the paper's 1B model have (D 2048, Z 64,
+#    H 4), and what share of all its parameters is that (`mhf.Config.preset("1b")` has its sizes)?
 # 2. *Change.* Give the soft embedding the usual attention scale $1/\sqrt{D}$, in the trained
-#    model (write a `predict` as in part 3). What happens to the ids, and what to the token?
-# 3. *Find out.* Switching a trained part off is unfair to what could have been learned without
-#    it. Train two small models, one of them without mixers from the start. What is the cascade
-#    worth then?
+#    model (put a function in the place of `mhf.soft_embedding`, as in part 3). What happens to
+#    the ids, and what to the token?
+# 3. *Find out.* To switch a trained part off is unfair: without it the model could have learned
+#    something else. Train two small models, one of them without mixers from the start. What is
+#    the cascade worth then?
 #
 # Answers: `answers.py`, `python tutorials/answers.py 04`. Next:
 # [05 · The objective](05_objective.ipynb)

@@ -1,16 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: py:percent,ipynb
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # 05 · The objective
 #
@@ -22,17 +9,21 @@
 #   and say what each pushes at the logits;
 # * explain why a model trained id by id is far too sure of its tokens: about $p^H$ instead of
 #   $p$;
-# * read perplexity, τ and valid mass of a run, and choose an objective.
+# * read perplexity, τ and valid mass of a run, and choose an objective;
+# * say what fills the memory in training, and compute the loss in chunks.
 #
-# Reading takes 25 minutes, running three quarters of a minute. Paper: the training objective,
-# after [section 3.3](https://arxiv.org/abs/2606.28057). In `mhf.py`: `loss`, `nll`.
+# Reading: 30 minutes. Run time: under a minute on 2 cores. Paper: the training objective, after
+# [section 3.3](https://arxiv.org/abs/2606.28057). Code: `loss` and `loss_per_position` in
+# `mhf.py`, `Run.backward` in `train.py`.
 #
 # On Colab: `!git clone REPOSITORY project`, `%cd project/tutorials`,
 # `!pip install -r ../requirements.txt`
 
 # %%
-import contextlib
 import math
+import sys
+
+sys.path.append("tutorials")  # for a kernel that was started one folder above
 
 import course
 import numpy as np
@@ -40,7 +31,8 @@ import torch
 import torch.nn.functional as F
 
 import mhf
-import train
+from support import data
+from support.evaluate import fit_calibration
 
 plt = course.pyplot()
 OBJECTIVES = {"independent": course.BLUE, "exact": course.ORANGE, "joint": course.GREEN}
@@ -55,7 +47,7 @@ OBJECTIVES = {"independent": course.BLUE, "exact": course.ORANGE, "joint": cours
 model, tokenizer = course.shipped()
 H, B, V = model.config.num_hashes, model.config.num_buckets, model.config.vocab_size
 print(f"B^H = {B**H:.2e} signatures, V = {V:,} tokens: a share of {V / B**H:.1e}")
-x, y = train.batch(course.corpus().held_out, seed=0, step=0, rows=8, length=256)
+x, y = data.batch(course.corpus().held_out, seed=0, step=0, rows=8, length=256)
 with torch.no_grad():
     mass = model.valid_mass(x)  # (N, T) the probability on signatures of real tokens
 print(f"valid mass of the trained model: mean {mass.mean():.3f}, median {mass.median():.1e}")
@@ -63,9 +55,9 @@ assert abs(mass.mean() - 0.051) < 0.004 and mass.median() < 1e-6
 
 # %% [markdown]
 # The *valid mass* is the probability of all real tokens together. The trained model has a mean of
-# 0.051, far above the share of a blind guess, but most of its probability lies on signatures that
-# no token has. Two questions follow: should training care about this waste? And may we train what
-# we do not use?
+# 0.051, far above the share that a uniform guess has, but most of its probability lies on
+# signatures that no token has. Two questions follow. Should training care about this waste? And
+# should it train probabilities that are never used?
 #
 # ## 2. Three objectives, by brute force
 #
@@ -80,7 +72,7 @@ table = dict(num_hashes=2, num_buckets=5, bottle_neck_dim=4, max_position_embedd
 torch.manual_seed(5)
 toy = mhf.MultiHashFormer(mhf.Config(**shape, **table, initializer_range=0.5), signatures)
 inputs, target = torch.tensor([[0, 1, 4]]), 2  # "to be," and then " or"
-logits = toy.head_logits(inputs)[0, -1].detach()  # (H, B) after the comma
+logits = toy.hash_head(toy(inputs), toy.table)[0, -1].detach()  # (H, B) after the comma
 p = logits.softmax(-1)  # (H, B)
 virtual = torch.outer(p[0], p[1])  # (B, B) one number for each signature
 assert abs(virtual.sum() - 1) < 1e-6  # a distribution over 25 signatures
@@ -93,7 +85,7 @@ print(f"valid mass {real.sum():.2f}")
 # $-\sum_j \log p_j[\mathrm{id}_j]$: each id for itself. `exact`: $-\log$ of the token's
 # probability among the *real* ones,
 # $P(w) = \prod_j p_j[\mathrm{id}_j(w)] / \sum_{w'} \prod_j p_j[\mathrm{id}_j(w')]$. `joint`:
-# exact $+ \lambda \cdot$ independent $/ H$, with $\lambda = 0.25$. Each is a line of the square.
+# exact $+ \lambda \cdot$ independent $/ H$, with $\lambda = 0.25$. Each is one line of code.
 
 # %%
 independent = -math.log(virtual[ids[target, 0], ids[target, 1]])
@@ -127,8 +119,8 @@ course.show(figure, "05-square")
 # %% [markdown]
 # ## 3. What each objective pushes
 #
-# Take the gradients at the logits $o_j$. For `independent` each function is a classifier for
-# itself:
+# Take the gradients at the logits $o_j$. For `independent` each function is a classifier of its
+# own:
 #
 # $$\frac{\partial}{\partial o_j[b]} = p_j[b] - [b = \mathrm{id}_j].$$
 #
@@ -155,8 +147,8 @@ torch.testing.assert_close(gradients[0], p - onehot)
 torch.testing.assert_close(gradients[1], in_buckets)
 
 # %% [markdown]
-# Down (negative) means: gradient descent raises this logit. See the buckets without a token:
-# `independent` spends effort on emptying them, `exact` does not touch them.
+# Where the gradient is negative, gradient descent raises the logit. Look at the buckets without a
+# token: `independent` lowers them, `exact` does not touch them.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(8.5, 3), sharey=True)
@@ -176,9 +168,9 @@ empty = torch.stack([torch.bincount(ids[:, j], minlength=5) == 0 for j in (0, 1)
 assert empty.any() and gradients[1][empty].abs().max() == 0 < gradients[0][empty].min()
 
 # %% [markdown]
-# An empty bucket has gradient 0 under `exact`: its probability is nobody's business. More: only
-# the *sum* of the logits of a token is trained, so one function may be vague as long as another
-# is not. Hence single functions cannot be read, and the valid mass stays tiny.
+# An empty bucket has gradient 0 under `exact`: no token's probability depends on it. Besides, only
+# the *sum* of the logits of a token is trained, so one function may be vague as long as another is
+# not. Hence single functions cannot be read, and the valid mass stays tiny.
 #
 # ## 4. Why training id by id makes tokens too sure
 #
@@ -193,9 +185,9 @@ assert empty.any() and gradients[1][empty].abs().max() == 0 < gradients[0][empty
 #
 # $$\mathrm{score}(w) \approx H \log p(w), \qquad P(w) \approx p(w)^H / Z.$$
 #
-# With $H = 4$, two tokens at 0.6 and 0.3 become about 0.94 and 0.06. Nothing is wrong with the
-# model; the four functions are not independent witnesses. They all report the same $h$, and the
-# product counts the evidence four times.
+# With $H = 4$, two tokens at 0.6 and 0.3 become about 0.94 and 0.06. Every function is right, but
+# the four are not independent witnesses: they all report the same $h$, and the product counts that
+# evidence four times.
 
 # %%
 sharp = torch.tensor([0.6, 0.3]) ** 4
@@ -203,13 +195,13 @@ print([f"{v:.2f}" for v in (sharp / sharp.sum()).tolist()])
 assert abs(sharp[0] / sharp.sum() - 0.94) < 0.005 and abs(sharp[1] / sharp.sum() - 0.06) < 0.005
 
 # %% [markdown]
-# If so, dividing the scores by a temperature τ of about $H$ would repair it, but for the mates,
-# who blur the rare tokens.
+# If so, dividing the scores by a temperature τ of about $H$ repairs it, except for the bucket
+# mates, which blur the rare tokens.
 #
 # ## 5. Three small models
 #
-# Same start, same batches, same learning rate; only the objective differs. $V$ is 1,024, $B$ 512,
-# two layers, D 64: eight seconds each on one core.
+# Three models have the same start, batches and learning rate; only the objective differs. $V$ is
+# 1,024, $B$ 512, two layers, D 64: some ten seconds each on one core.
 #
 # **Before you run it:** an untrained `independent` loss is about $H \ln B$, an `exact` one about
 # $\ln V$. Which of the three will have the best top-1, which the best perplexity, and where will
@@ -220,15 +212,20 @@ corpus = course.corpus("bpe:1024")
 STEPS, T = 120, 128
 small = {name: course.small(corpus.tokenizer, objective=name) for name in OBJECTIVES}
 assert small["exact"].config.num_buckets == 512 and small["exact"].config.vocab_size == 1024
-checks = [train.batch(corpus.held_out, seed, step=0, rows=6, length=T) for seed in (1, 2)]
+checks = [data.batch(corpus.held_out, seed, step=0, rows=6, length=T) for seed in (1, 2)]
 
 
 @torch.no_grad()
+def scores_of(model, x):
+    """Scores of all tokens at every position: ids (N, T) -> (M, V)."""
+    return model.token_scores(model(x).flatten(0, 1))
+
+
 def held_out_loss(model):
     """Of the renormalised token, in nats: at τ = 1, and at the τ fitted on other text."""
     (fit, fit_to), (x, y) = checks
-    tau = train.fit_calibration(model.scores(fit).flatten(0, 1), fit_to.flatten())
-    scores = model.scores(x).flatten(0, 1)  # (M, V)
+    tau = fit_calibration(scores_of(model, fit), fit_to.flatten())
+    scores = scores_of(model, x)  # (M, V)
     return [F.cross_entropy(scores / t, y.flatten()).item() for t in (1.0, tau)]
 
 
@@ -240,8 +237,8 @@ for name, model in small.items():
 
 # %% [markdown]
 # Solid: held-out perplexity at the fitted τ; dotted: at τ = 1, the paper's rule. All three start
-# too sharp, since the sum of $H$ random logits is wide. `exact` and `joint` unlearn that at once.
-# `independent` never does: nobody tells it what the product is used for.
+# too sharp, since sums of $H$ random logits differ widely. `exact` and `joint` unlearn that at
+# once. `independent` never does: its loss does not contain the renormalised product.
 
 # %%
 figure, ax = plt.subplots(figsize=(6.5, 3.6))
@@ -255,11 +252,10 @@ ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
 course.show(figure, "05-curves")
 
 # %%
-sizes = torch.tensor([len(token) for token in corpus.tokenizer.all_bytes()])
 print("objective   perplexity: τ=1  fitted     τ  top-1  valid mass")
 found = {}
 for name, model in small.items():
-    found[name] = train.evaluate(model, corpus.held_out, sizes, contextlib.nullcontext, 16384)
+    found[name] = course.quality(model, corpus, 16384)
     m, sharp = found[name], math.exp(curves[name][-1][1])
     print(f"{name:11} {sharp:15,.0f} {m['perplexity']:7.0f} {m['tau']:5.2f}", end="")
     print(f"  {m['top1']:.3f}  {m['valid_mass']:.0e}")
@@ -273,15 +269,15 @@ assert a["valid_mass"] > 1e-3 > 1e-5 > b["valid_mass"]
 # Trained for the same time, `independent` has about the same top-1 as the others (the *order* of
 # the tokens is fine), a τ of about 3, and even with it a perplexity clearly above theirs: a
 # single τ cannot undo what differs from token to token. At τ = 1 its perplexity is in the
-# thousands. The valid mass tells the other side: only `independent` has learned to put it on real
-# signatures.
+# thousands. The valid mass shows the other side: only `independent` has learned to put probability
+# on real signatures.
 #
 # ## 6. Is it really $p^H$?
 #
-# A test of part 4. We take the renormalised probabilities of the `exact` model for the truth $p$
-# (they are the best that we have), and compute what a perfect `independent` model would make of
-# them: the mass of each bucket, the logarithm, the sum. Beside it what our trained `independent`
-# model does make, a different network that never saw these numbers.
+# Now we test part 4. We take the renormalised probabilities of the `exact` model as the truth $p$
+# (they are the best that we have), and compute the scores that a perfect `independent` model would
+# give: the mass of each bucket, its logarithm, the sum. We compare them with the scores of our
+# trained `independent` model, a different network that never saw these numbers.
 #
 # **Before you run it:** the slope of score against $\log p$ is 1 if a model is calibrated. What
 # will it be for likely tokens, what for rare ones?
@@ -290,7 +286,7 @@ assert a["valid_mass"] > 1e-3 > 1e-5 > b["valid_mass"]
 x, y = checks[1]
 with torch.no_grad():
     P = small["exact"].log_probs(x).flatten(0, 1).exp()  # (M, V)
-    measured = small["independent"].scores(x).flatten(0, 1)  # (M, V)
+measured = scores_of(small["independent"], x)  # (M, V)
 ids = small["exact"].model.hash_map  # (V, H)
 perfect = torch.zeros_like(P)  # (M, V)
 for j in range(4):
@@ -301,15 +297,15 @@ likely = P > 0.01
 slopes = {}
 for name, scores in (("perfect", perfect), ("trained", measured)):
     slopes[name] = np.polyfit(log_p[likely], scores[likely], 1)[0]
-    tau = train.fit_calibration(scores, y.flatten())
+    tau = fit_calibration(scores, y.flatten())
     print(f"{name}: slope {slopes[name]:.2f} for tokens with p > 0.01, τ {tau:.2f}")
     assert abs(slopes[name] - 3.75) < 0.35 and abs(tau - 3) < 0.4
 
 # %% [markdown]
-# Each dot is a token at a position (of all those, a sample, the likely ones more often); the
-# black line is the mean. The dashed lines have slope 4 ($= H$) and slope 1. See that likely
-# tokens follow slope 4 in both pictures, and that rare ones bend off: there the bucket mates
-# weigh more than the token itself, and the score says little about it.
+# Each dot is a token at a position (a sample, likely ones more often); the black line is the
+# mean. The dashed lines have slope 4 ($= H$) and slope 1. In both pictures likely tokens follow
+# slope 4, and rare ones bend away from it: there the bucket mates weigh more than the token itself,
+# and the score says little about the token.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.8), sharex=True, sharey=True)
@@ -331,33 +327,100 @@ course.show(figure, "05-power")
 # %% [markdown]
 # With four functions the slope is about 3.75 for likely tokens, by theory and by measurement, and
 # the τ that fits best on average is near 3: a compromise between the slope of the likely and that
-# of the rare. (The `exact` model is not the truth and the dots scatter; but theory and network
-# meet.)
+# of the rare. (The `exact` model is not the truth, and the dots scatter; but theory and network
+# agree.)
 #
 # ## 7. What is left of the single functions?
 #
-# If only the token is trained, what do the single functions still know? The bits that the true
-# ids cost, on average over the functions; a blind guess costs $\log_2 B = 9$.
+# If only the token is trained, what do the single functions still know? We measure how many bits
+# the true ids cost, on average over the functions; a uniform guess costs $\log_2 B = 9$.
 
 # %%
 with torch.no_grad():
     for name, model in small.items():
         h = model(x).flatten(0, 1)  # (M, D)
-        bits = model.nll(h, y.flatten(), "independent").mean() / 4 / math.log(2)
+        bits = model.loss_per_position(h, y.flatten(), "independent").mean() / 4 / math.log(2)
         found[name]["bits"] = bits.item()
         print(f"{name:11} {bits:.2f} bits for a true id")
-known = {name: 9 - found[name]["bits"] for name in found}  # bits better than a blind guess
+known = {name: 9 - found[name]["bits"] for name in found}  # bits better than a uniform guess
 assert known["exact"] < known["joint"] < known["independent"]
 assert known["exact"] < 0.55 * known["independent"]
 
 # %% [markdown]
 # Under `exact` the functions know about half as much about their own ids. `joint` pulls them back
-# gently: after so few steps one sees the beginning; the trained model of part 1, a `joint` one,
-# has come to a valid mass of 0.051, and its functions can be read (tutorial 04). In the README's
-# study, with three seeds each, `exact` and `joint` are within each other's spread, and
-# `independent` is clearly behind (measured there). That is a small model after minutes of
-# training; the paper trains large ones with `independent`.
+# gently. So few steps show only the beginning: the trained model of part 1, a `joint` one, has
+# reached a valid mass of 0.051, and its functions can be read (tutorial 04). In the README's table
+# of claims, with three seeds each, `exact` and `joint` are within each other's spread, and
+# `independent` is clearly behind. Those are small models after minutes of training; the paper
+# trains large ones with `independent`.
 #
+# ## 8. The loss in chunks
+#
+# Each objective needs $H \cdot B$ logits at every position: 2,048 here, 65,536 in the paper's 100m
+# model. Automatic differentiation keeps them and their softmaxes for the backward pass; in the
+# models above this takes more memory than the whole backbone. But the decoder treats each position
+# on its own. So `train.py` cuts the graph at $h$. A few positions at a time go through the loss,
+# forward and straight back: they add their share to the gradients, and their logits are freed. The
+# gradient that they leave at $h$ then goes through the backbone, once. Nothing is computed twice.
+#
+# **Before you run it:** are the gradients still those of the whole loss?
+
+# %%
+model, (x, y) = small["joint"].requires_grad_(True), checks[0]
+whole = torch.autograd.grad(model.loss(x, y, "joint"), list(model.parameters()))
+
+model.zero_grad()
+h = model(x).flatten(0, 1)  # (M, D)
+cut = h.detach().requires_grad_()  # the same numbers; the graph of the loss begins here
+for states, targets in zip(cut.split(256), y.flatten().split(256)):
+    loss = model.loss_per_position(states, targets, "joint").sum() / y.numel()
+    loss.backward()  # adds to the gradients of the mixers, of the table and of cut
+h.backward(cut.grad)  # adds to those of the blocks, of the gate and, once more, of the table
+for p, expected in zip(model.parameters(), whole):
+    torch.testing.assert_close(p.grad, expected, atol=1e-6, rtol=1e-4)
+
+# %% [markdown]
+# They are. The memory can be counted, too: PyTorch hands every tensor that it keeps for the
+# backward pass to a hook. The picture shows that the memory of the loss grows with the positions
+# of a chunk. So the chunk, not the batch, decides how much is needed: `train.py` takes 256
+# positions on a CPU, whose caches are small, and thousands on a GPU, which needs much work at once.
+
+
+# %%
+def kept(function):
+    """Megabytes that are kept for the backward pass of what a function computes."""
+    sizes = {}  # of each piece of memory; several tensors may share one
+
+    def note(tensor):
+        memory = tensor.untyped_storage()
+        sizes[memory.data_ptr()] = memory.nbytes() / 1e6
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        function()
+    return sum(sizes.values())
+
+
+def loss_of(positions):
+    """The joint loss of the first positions."""
+    return model.loss_per_position(cut[:positions], y.flatten()[:positions], "joint").sum()
+
+
+positions, backbone = [32, 64, 128, 256, 512, 768], kept(lambda: model(x))
+megabytes = [kept(lambda n=n: loss_of(n)) for n in positions]
+print(f"backbone {backbone:.0f} MB, loss of all {len(cut)} positions {megabytes[-1]:.0f} MB,")
+print(f"of a chunk of 256 {megabytes[3]:.0f} MB")
+figure, ax = plt.subplots(figsize=(5.5, 3.2))
+ax.plot(positions, megabytes, "o-", color=course.GREEN, label="loss of a chunk")
+ax.axhline(backbone, color=course.BLACK, linestyle=":", label="backbone, all positions")
+ax.set(xlabel="positions in a chunk", ylabel="kept for the backward pass (MB)", ylim=(0, None))
+ax.legend()
+course.show(figure, "05-memory")
+assert megabytes[-1] > backbone and 0.3 < megabytes[3] / megabytes[-1] < 0.45  # 256 of 768
+paper = mhf.Config.preset("100m")
+assert (H * 512, paper.num_hashes * paper.num_buckets) == (2048, 65536)
+
+# %% [markdown]
 # ## What we saw
 #
 # The product of the $H$ distributions lives on $B^H$ signatures; text only needs it on $V$
@@ -365,16 +428,18 @@ assert known["exact"] < 0.55 * known["independent"]
 # same evidence $H$ times: scores grow like $H \log p$, the renormalised probabilities are far too
 # sharp, and a fitted τ near 3 repairs that only on average. `exact` trains the renormalised token
 # itself: well calibrated at once, but the single functions become vague and the valid mass
-# vanishes. `joint` is exact with a little of the first, for models that people want to look into.
+# vanishes. `joint` is `exact` with a little of `independent`, for models that people want to look
+# into. All three are sums over positions, so training computes them in chunks and needs little
+# memory for the logits.
 #
 # ## Exercises
 #
 # 1. *Calculate.* What do the three objectives cost a model that knows nothing (all logits 0), for
-#    $H = 4$, $B = 2048$, $V = 8192$? And which valid mass has it?
+#    $H = 4$, $B = 2048$, $V = 8192$? And what is its valid mass?
 # 2. *Change.* Train `joint` with $\lambda = 4$ instead of 0.25. What becomes of perplexity, τ and
 #    valid mass?
 # 3. *Find out.* If τ comes from counting evidence $H$ times, $H = 2$ (with $B = 1024$, so that
-#    the table has as many rows) should have a τ below 2. Has it?
+#    the table has as many rows) should have a τ below 2. Does it?
 #
 # Answers: `answers.py`, `python tutorials/answers.py 05`. Next:
 # [06 · Inference](06_inference.ipynb)

@@ -1,16 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: py:percent,ipynb
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # 06 · Inference
 #
@@ -23,16 +10,19 @@
 # * choose temperature, top-k and top-p knowing what each does to the distribution and to the
 #   text.
 #
-# Reading takes 25 minutes, running half a minute. Paper: renormalised inference, after
-# [section 3.3](https://arxiv.org/abs/2606.28057); the calibration is this project's. In `mhf.py`:
-# `token_scores`, `log_probs`, `sampling_weights`, `generate`.
+# Reading: 25 minutes. Run time: half a minute on 2 cores. Paper: renormalised inference, after
+# [section 3.3](https://arxiv.org/abs/2606.28057); the calibration is this project's. Code:
+# `token_scores`, `log_probs`, `sampling_probs` and `generate` in `mhf.py`.
 #
 # On Colab: `!git clone REPOSITORY project`, `%cd project/tutorials`,
 # `!pip install -r ../requirements.txt`
 
 # %%
 import math
+import sys
 import time
+
+sys.path.append("tutorials")  # for a kernel that was started one folder above
 
 import course
 import numpy as np
@@ -40,7 +30,8 @@ import torch
 import torch.nn.functional as F
 
 import mhf
-import train
+from support import data
+from support.evaluate import fit_calibration
 
 plt = course.pyplot()
 model, tokenizer = course.shipped()
@@ -58,9 +49,9 @@ print(f"calibration τ of the trained model: {TAU:.2f}")
 #
 # $$\log P(w) = \frac{\mathrm{score}(w)}{\tau} - \log \sum_{w'} e^{\mathrm{score}(w') / \tau}.$$
 #
-# Without this step we would have to draw signatures and hope: tutorial 04 saw how seldom the
-# functions' own choices name a token. By brute force, in plain Python, for a vocabulary of six
-# words:
+# Without this step we would have to draw signatures and hope: tutorial 04 shows how seldom the
+# functions' own choices name a token. Here it is by brute force, in plain Python, for a vocabulary
+# of six words:
 
 # %%
 words = [b"to", b" be", b" or", b" not", b",", b" that"]
@@ -72,7 +63,7 @@ torch.manual_seed(0)
 config = mhf.Config(**shape, **table, initializer_range=0.5, calibration=2.0)
 toy = mhf.MultiHashFormer(config, signatures)
 inputs = torch.tensor([[0, 1, 4]])  # "to be,"
-log_p = toy.head_logits(inputs)[0, -1].log_softmax(-1).tolist()  # H lists of B
+log_p = toy.bucket_log_probs(toy(inputs))[0, -1].tolist()  # H lists of B
 scores = [sum(log_p[j][i] for j, i in enumerate(ids)) for ids in signatures.ids.tolist()]
 weights = [math.exp(score / config.calibration) for score in scores]
 for word, weight, log_P in zip(words, weights, toy.log_probs(inputs)[0, -1].tolist()):
@@ -82,15 +73,16 @@ for word, weight, log_P in zip(words, weights, toy.log_probs(inputs)[0, -1].toli
 # %% [markdown]
 # ## 2. Score without a large tensor
 #
-# The plain way gathers $H$ numbers for every token at every position: a tensor $(M, V, H)$ or $H$
-# of $(M, V)$. But summing $H$ rows of a table by index is what an *embedding bag* does: the table
-# has $H \cdot B$ rows and one column for each position. Scoring the vocabulary is embedding it,
+# The plain way gathers $H$ numbers for every token at every position: a tensor $(M, V, H)$, or $H$
+# tensors $(M, V)$. But an *embedding bag* sums $H$ rows of a table by index, and here the table has
+# $H \cdot B$ rows and one column for each position. To score the vocabulary is to embed it,
 # transposed.
 
 # %%
-x, y = train.batch(text.held_out, seed=0, step=0, rows=1, length=256)
+x, y = data.batch(text.held_out, seed=0, step=0, rows=1, length=256)
 with torch.no_grad():
-    log_p = model.log_buckets(model(x)[0])  # (M, H, B)
+    h = model(x)[0]  # (M, D)
+    log_p = model.bucket_log_probs(h)  # (M, H, B)
     ids, H = model.model.hash_map, model.config.num_hashes  # (V, H)
     begin = time.perf_counter()
     gathered = sum(log_p[:, j][:, ids[:, j]] for j in range(H))  # (M, V)
@@ -99,16 +91,16 @@ with torch.no_grad():
     bag = F.embedding_bag(model.rows, columns, mode="sum").T  # (M, V)
     end = time.perf_counter()
 torch.testing.assert_close(bag, gathered, atol=1e-4, rtol=1e-5)
-torch.testing.assert_close(bag, model.scores(x)[0], atol=1e-4, rtol=1e-5)
+torch.testing.assert_close(bag, model.token_scores(h), atol=1e-4, rtol=1e-5)
 print(f"gathers {between - begin:.3f} s, embedding bag {end - between:.3f} s, the same scores")
 
 # %% [markdown]
 # ## 3. Calibrate
 #
-# What is said to have a probability of 70% should happen in 7 of 10 cases. The paper's rule is
-# $\tau = 1$. Whether it is good depends on the objective. We look at two models: the trained one
-# (`joint`), and a small one that we train now for some seconds with `independent`, the paper's
-# objective.
+# If a model gives something a probability of 70%, it should happen in 7 of 10 cases. The paper's
+# rule is $\tau = 1$. Whether that is good depends on the objective. We look at two models: the
+# trained one (`joint`), and a small one that we train now for some seconds with `independent`, the
+# paper's objective.
 
 # %%
 corpus = course.corpus("bpe:1024")
@@ -122,8 +114,8 @@ for step, loss in course.fit(independent, corpus.training, 100, learning_rate=3e
 def held_out(model, ids, seed, count):
     """Scores (M, V) and targets (M,) of held-out windows."""
     T = model.config.max_position_embeddings
-    x, y = train.batch(ids, seed, 0, count // T, T)
-    return torch.cat([model.scores(row[None])[0] for row in x]), y.flatten()
+    x, y = data.batch(ids, seed, 0, count // T, T)
+    return torch.cat([model.token_scores(model(row[None])[0]) for row in x]), y.flatten()
 
 
 pairs = {
@@ -135,9 +127,9 @@ measuring = {name: held_out(m, ids, 2, 4096) for name, (m, ids) in pairs.items()
 
 # %% [markdown]
 # The loss as a function of $\beta = 1/\tau$ is
-# $\;-\beta \cdot \mathrm{score}(\text{target}) + \log \sum_w e^{\beta\, \mathrm{score}(w)}$: a
-# line plus a log-sum-exp, so it is convex, and has one minimum. `train.fit_calibration` finds it
-# by Newton's method.
+# $\;-\beta \cdot \mathrm{score}(\text{target}) + \log \sum_w e^{\beta\, \mathrm{score}(w)}$, a
+# line plus a log-sum-exp: it is convex and has one minimum. `fit_calibration` (in
+# `support/evaluate.py`) finds it by Newton's method.
 #
 # **Before you run it:** where will the minimum of each model be? (Tutorial 05: scores grow like
 # $H \log p$, $H = 4$.)
@@ -148,7 +140,7 @@ figure, ax = plt.subplots(figsize=(6.5, 3.6))
 taus = {}
 for (name, (scores, targets)), colour in zip(fitting.items(), (course.GREEN, course.BLUE)):
     losses = [F.cross_entropy(b * scores, targets).item() for b in betas.tolist()]
-    tau = taus[name] = train.fit_calibration(scores, targets)
+    tau = taus[name] = fit_calibration(scores, targets)
     best = F.cross_entropy(scores / tau, targets).item()
     ax.plot(betas, losses, color=colour, label=f"{name}: best τ {tau:.2f}")
     ax.plot([1 / tau], [best], "o", color=colour)
@@ -162,13 +154,12 @@ assert abs(betas[18] - 1) < 1e-9 and 2.5 < taus["independent, small"] < 3.5
 assert abs(taus["joint, trained"] - TAU) < 0.12 and round(TAU, 2) == 1.24
 
 # %% [markdown]
-# The `joint` model is nearly calibrated from its training: its best τ is close to 1, and the one
-# stored in its `config.json`, 1.24, was fitted on far more text. The `independent` one wants a τ
-# near 3.
+# Training has nearly calibrated the `joint` model: its best τ is close to 1. (The τ stored in its
+# `config.json`, 1.24, was fitted on far more text.) The `independent` model needs a τ near 3.
 #
-# Now what that means for a reader of probabilities. Sort all positions by the probability of
-# their top token, the confidence. How often is it right? A calibrated model lies on the diagonal;
-# below it a model is surer than it may be. The lower panels count the positions in each bin.
+# What does that mean for a reader of probabilities? Sort all positions by the probability of their
+# top token, the *confidence*. How often is this token right? A calibrated model lies on the
+# diagonal; a model below it is too confident. The lower panels count the positions in each bin.
 
 
 # %%
@@ -214,12 +205,12 @@ assert abs(first - 0.072) < 0.015 and abs(then - 0.036) < 0.015
 
 # %% [markdown]
 # The *expected calibration error* is the mean distance from the diagonal, weighted by the counts.
-# The small `independent` model is sure of itself at τ = 1, and wrong: an error of 0.70. With its
-# fitted τ the confidence can be believed on average (its curve is far from straight, though: one
-# number cannot bend it). The `joint` model needs little: 0.072 becomes 0.036.
+# The small `independent` model is confident at τ = 1, and wrong: an error of 0.70. With its fitted
+# τ the confidence is right on average (its curve is far from straight, though: one number cannot
+# bend it). The `joint` model needs little: 0.072 becomes 0.036.
 #
-# What τ does **not** change: division by a positive number keeps the order. Top-1, every rank,
-# greedy text are the same for all τ. A model that prefers wrong tokens is not helped.
+# What does τ **not** change? Division by a positive number keeps the order: top-1, every rank and
+# greedy text are the same for all τ. A model that prefers wrong tokens gets no better.
 
 # %%
 scores, targets = measuring["independent, small"]
@@ -235,43 +226,34 @@ print(
 # %% [markdown]
 # ## 4. Shape the distribution
 #
-# To draw a token is to choose a trade between safe and varied. Three settings shape the
-# distribution before the draw, in this order:
+# A text can be safe or varied. Three settings shape the distribution before a token is drawn, in
+# this order:
 #
-# * *temperature* $T$: logits are divided by $T$ as by τ, so that only the product $\tau \cdot T$
-#   counts. τ is meant to tell the truth, $T$ to depart from it. $T = 0$ is greedy.
-# * *top-k*: only the $k$ likeliest stay. Against the long tail, but $k$ is the same where one
+# * *temperature* $T$ divides the logits as τ does, so only the product $\tau \cdot T$ counts. τ is
+#   there to tell the truth, $T$ to depart from it. $T = 0$ is greedy.
+# * *top-k* keeps the $k$ likeliest tokens. It cuts the long tail, but $k$ is the same where one
 #   token is possible and where a hundred are.
-# * *top-p*: the fewest that together have the probability $p$ stay. $k$ then follows the model's
-#   certainty.
+# * *top-p* keeps the fewest tokens that together have the probability $p$. Their number follows the
+#   model's certainty.
 #
-# `mhf.sampling_weights` is what `generate` draws by. See one next token under six settings; the
-# bars are the same twelve tokens in each panel.
+# `generate` draws from `mhf.sampling_probs`. See one next token under six settings; the bars are
+# the same twelve tokens in each panel.
 
 # %%
 prompt = tokenizer.encode("Good morrow, my good")
 with torch.no_grad():
-    logits = model.scores(torch.tensor([prompt]))[0, -1:] / TAU  # (1, V)
-twice = mhf.sampling_weights(logits, temperature=2.0)[0]
-torch.testing.assert_close(twice, (logits * TAU / (TAU * 2.0)).softmax(-1))  # the product counts
+    scores = model.token_scores(model(torch.tensor([prompt]))[:, -1])  # (1, V)
+logits = scores / TAU
+twice = mhf.sampling_probs(logits, temperature=2.0)
+torch.testing.assert_close(twice, (scores / (TAU * 2.0)).softmax(-1))  # the product counts
 
-
-def next_token(**settings):
-    """Probability of every token as `generate` would draw it: (V,)."""
-    weights, ids = mhf.sampling_weights(logits, **settings)  # (1, k) and (1, k) or None
-    ids = torch.arange(logits.shape[-1])[None] if ids is None else ids
-    p = torch.zeros_like(logits).scatter(-1, ids, weights)[0]  # (V,)
-    return p / p.sum()
-
-
-# %%
 settings = [dict(temperature=1.0), dict(temperature=0.5), dict(temperature=1.5)]
 settings += [dict(top_k=4), dict(top_p=0.6), dict(temperature=0.0)]
 best = logits[0].topk(12).indices  # the bars
 names = [repr(tokenizer.decode([i]))[1:-1] for i in best.tolist()]
 figure, axes = plt.subplots(2, 3, figsize=(10, 5), sharex=True, sharey=True)
 for ax, how in zip(axes.flat, settings):
-    p = next_token(**how)  # (V,)
+    p = mhf.sampling_probs(logits, **how)[0]  # (V,)
     bits = torch.special.entr(p).sum().item() / math.log(2)
     ax.bar(range(12), p[best], color=course.BLUE)
     label = ", ".join(f"{name} {value}" for name, value in how.items())
@@ -289,15 +271,14 @@ course.show(figure, "06-sampling")
 #
 # **Before you run it:** at which temperature will the model's text be as varied as Shakespeare's?
 #
-# A measure of variety: the share of different bigrams among all bigrams of a text (*distinct-2*).
-# A loop of the same words has few. We continue sixteen held-out beginnings for 64 tokens each, at
-# five temperatures, and count all of them together; the same count on the plays' own
-# continuations is the line to compare with. The second picture is what each text costs: the mean
-# $-\log_2 P$ of its tokens at temperature 1.
+# We measure variety by the share of different bigrams among all bigrams of a text (*distinct-2*).
+# A loop of the same words has few. The model continues sixteen held-out beginnings for 64 tokens
+# each, at five temperatures; the plays' own continuations are the line to compare with. The second
+# picture shows what each text costs: the mean $-\log_2 P$ of its tokens at temperature 1.
 
 # %%
 N, LENGTH = 16, 64
-starts, _ = train.batch(text.held_out, seed=3, step=0, rows=N, length=16 + LENGTH)
+starts, _ = data.batch(text.held_out, seed=3, step=0, rows=N, length=16 + LENGTH)
 originals = starts[:, 16:]  # (N, 64) how the plays go on
 
 
@@ -343,24 +324,25 @@ assert cost(texts[0.0]) < cost(texts[0.5]) < cost(texts[1.0]) < cost(texts[1.2])
 
 # %% [markdown]
 # Greedy text runs in circles: the likeliest next token, again and again, is not the likeliest
-# text, let alone a typical one. With rising temperature the variety grows, and so does the price.
-# Two places agree with the plays. At temperature 1 the text costs about what the plays cost: that
-# is what calibrated means, the model is as surprised by its own text as by the real one. But its
-# bigrams are then more varied than the plays': its mistakes are spread widely. As varied as the
-# plays it is between 0.5 and 0.8. The numbers are of one draw of a small model; run it with other
-# seeds before you believe a difference between neighbours.
+# text, let alone a typical one. With rising temperature the variety grows, and so does the cost.
+# At temperature 1 the text costs about what the plays cost: that is what calibrated means, the
+# model is as surprised by its own text as by the real one. But its bigrams are then more varied
+# than those of the plays, because its mistakes are spread widely. It is as varied as the plays
+# between 0.5 and 0.8. These numbers come from one draw of a small model; try other seeds before you
+# believe a difference between neighbouring temperatures.
 #
 # ## 6. Ties: what one id cannot tell
 #
-# All this rests on each token having a signature of its own. With $H = 1$ tokens share a bucket
-# for good: their scores are equal whatever is trained, and sampling draws among them blindly.
-# Take $V = 1024$ tokens and $B = 256$.
+# All this needs a signature of its own for each token. With $H = 1$ tokens share a bucket for good:
+# their scores are equal whatever is trained, and sampling cannot tell them apart. Take $V = 1024$
+# tokens and $B = 256$.
 
 # %%
 single = course.small(corpus.tokenizer, num_hashes=1, num_buckets=256)
 with torch.no_grad():
-    scores = single.scores(torch.tensor([[1, 2, 3]]))[0, -1]  # (V,) of an untrained model
-    four = independent.scores(torch.tensor([[1, 2, 3]]))[0, -1]  # (V,) H = 4
+    inputs = torch.tensor([[1, 2, 3]])
+    scores = single.token_scores(single(inputs)[0, -1])  # (V,) of an untrained model
+    four = independent.token_scores(independent(inputs)[0, -1])  # (V,) H = 4
 ids = single.model.hash_map[:, 0]  # (V,)
 print(f"different scores: H = 1: {len(scores.unique()):,}, H = 4: {len(four.unique()):,} of 1,024")
 assert len(scores.unique()) == len(ids.unique()) < 256 and len(four.unique()) > 1000
@@ -369,33 +351,33 @@ commonest = np.zeros(256)
 np.maximum.at(commonest, ids.numpy(), seen)  # of each bucket
 best = commonest.sum() / seen.sum()
 print(f"tokens of a bucket: {len(ids) / len(ids.unique()):.1f} on average")
-print(f"who knows every next bucket and takes its commonest token is right at {best:.2f}")
+print(f"a model that knows every next bucket and takes its commonest token is right at {best:.2f}")
 assert abs(best - 0.66) < 0.01
 
 # %% [markdown]
-# Even a perfect single-ID model, one that knows the bucket of every next token, could be right at
-# no more than 0.66 of the positions if it always takes the bucket's commonest token. With four
-# ids no two tokens are equal. That is what signatures are for.
+# Even a perfect single-ID model, one that knows the bucket of every next token and takes the
+# commonest token in it, would be right at no more than 0.66 of the positions. With four ids no two
+# tokens have the same signature. That is what signatures are for.
 #
 # ## What we saw
 #
 # Scores are renormalised over the tokens that exist; one embedding bag scores them all. Whether
-# the result may be believed depends on the objective: a model trained id by id is sure and wrong
-# (calibration error 0.70 here) until a temperature τ, fitted by minimising a convex loss, brings
-# it down; a `joint` one needs little. τ changes how sure, never which. Temperature, top-k and
-# top-p then depart from the calibrated distribution on purpose: less for a safe text, more for a
-# varied one.
+# the probabilities can be believed depends on the objective: a model trained id by id is confident
+# and wrong (calibration error 0.70 here) until a temperature τ, fitted by minimising a convex loss,
+# corrects it; a `joint` model needs little. τ changes the confidence, never the order. Temperature,
+# top-k and top-p then depart from the calibrated distribution on purpose: a lower temperature for a
+# safe text, a higher one for a varied text.
 #
 # ## Exercises
 #
 # 1. *Calculate.* Three tokens have the true probabilities 1/2, 1/4, 1/4, and an `independent`
 #    model with $H = 4$ has learned them perfectly, without bucket mates. What are its
-#    renormalised probabilities at τ = 1? Which τ makes them true?
+#    renormalised probabilities at τ = 1? Which τ restores the true ones?
 # 2. *Change.* How many tokens does top-p 0.9 leave at the held-out positions, on average and at
 #    most, at temperature 1 and at 1.2? What does top-k 40 do there?
 # 3. *Find out.* One τ for all positions is a compromise. Fit one for the half of the positions
-#    where the small `independent` model is surer, and one for the other half. Which is larger,
-#    and does tutorial 05 say why?
+#    where the small `independent` model is more confident, and one for the other half. Which is
+#    larger, and does tutorial 05 say why?
 #
 # Answers: `answers.py`, `python tutorials/answers.py 06`. Next:
 # [07 · A growing vocabulary](07_growing_vocabulary.ipynb)

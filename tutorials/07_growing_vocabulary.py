@@ -1,16 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: py:percent,ipynb
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # 07 · A growing vocabulary
 #
@@ -21,8 +8,9 @@
 # * add tokens to a trained model, and prove what stays the same and what does not;
 # * measure what continued training gains and forgets, against a standard model.
 #
-# 25 minutes to read, about 40 seconds to run. The paper: its part on expanding the vocabulary to
-# more languages ([arXiv](https://arxiv.org/abs/2606.28057)).
+# Reading: 30 minutes. Run time: about 40 seconds on 2 cores. Paper: its part on expanding the
+# vocabulary to more languages ([arXiv](https://arxiv.org/abs/2606.28057)). Code: `expand` in
+# `mhf.py`.
 #
 # On Colab: `!git clone REPOSITORY project`, `%cd project/tutorials`,
 # `!pip install -r ../requirements.txt`
@@ -30,13 +18,13 @@
 # %%
 import copy
 import math
+import sys
+
+sys.path.append("tutorials")  # for a kernel that was started one folder above
 
 import course
 import numpy as np
 import torch
-
-import mhf
-import train
 
 plt = course.pyplot()
 model, tokenizer = course.shipped()
@@ -45,11 +33,11 @@ english = tokenizer.decode(shakespeare.held_out[:6000])
 V = len(tokenizer)
 
 # %% [markdown]
-# ## 1 · Three scripts the model has never seen
+# ## 1. Three scripts the model has never seen
 #
 # The texts are the sentences of a web framework's pages, translated by people. The last tenth of
 # each language is held out **before** anything is learned from the rest, the tokenizer included.
-# The sentences are short and few. So is what we may conclude from them.
+# The sentences are short and few, so our conclusions must be modest.
 
 # %%
 LANGUAGES = {"ar": "Arabic", "zh_Hans": "Chinese", "hi": "Hindi"}
@@ -65,9 +53,9 @@ new_held_out = "\n".join(held_out.values()) + "\n"
 print(f"to learn from {len(new_text):,} characters, held out {len(new_held_out):,}")
 
 # %% [markdown]
-# A byte-level tokenizer can write any text: what it has no token for falls apart into bytes. Here
-# is one sentence; each piece between bars is a token, and a token that is only part of a character
-# is shown by its bytes.
+# A byte-level tokenizer can write any text: it cuts what it has no token for into bytes. Here is
+# one sentence. Each piece between bars is a token; a token that is only part of a character is
+# shown by its bytes.
 
 
 # %%
@@ -84,12 +72,12 @@ print("after: ", pieces(bigger, sentence))
 assert len(tokenizer.encode(sentence)) > 2 * len(bigger.encode(sentence))
 
 # %% [markdown]
-# `course.extended` looks for more tokens with a byte-pair encoding of the new text. It puts them
-# *behind* the old ones, which keep their ids and their order of merges. No new token is ASCII, so
-# English must come out exactly as before. We check that first.
+# `course.extended` finds more tokens by a byte-pair encoding of the new text. It appends them to
+# the old ones, which keep their ids and their order of merges. No new token is ASCII, so English
+# must be cut exactly as before. We check that first.
 #
-# Before you run the next cell: how many tokens does a *character* of each language cost under the
-# old tokenizer? (In UTF-8, an Arabic letter has 2 bytes, a Chinese or Hindi one has 3.)
+# **Before you run it:** how many tokens does a *character* of each language cost under the old
+# tokenizer? (In UTF-8, an Arabic letter has 2 bytes, a Chinese or Hindi one has 3.)
 
 # %%
 sizes = (0, 256, 512, 1024)
@@ -99,12 +87,13 @@ cost = np.array([[len(t.encode(x)) / len(x) for x in texts.values()] for t in to
 for n, row in zip(sizes, cost):  # (languages,)
     print(f"{n:5} more tokens:", ", ".join(f"{k} {c:.2f}" for k, c in zip(texts, row)))
 assert all(t.encode(english) == tokenizer.encode(english) for t in tokenizers)
+assert all(t.decode(t.encode(new_held_out)) == new_held_out for t in tokenizers)
 assert (cost[0, 1:] > 4 * cost[0, 0]).all()  # each new script costs over four times English
 
 # %% [markdown]
-# The picture shows tokens per character, in four groups of bars. See how the first bar of each new
-# script towers over English, and where more tokens stop helping. The held-out text of the three
-# languages was never shown to the tokenizer.
+# The picture shows tokens per character. See how the first bar of each new script towers over
+# English, and where more tokens stop helping. The tokenizer never saw the held-out text of the
+# three languages.
 
 # %%
 figure, axis = plt.subplots(figsize=(7, 3.4))
@@ -118,28 +107,29 @@ axis.legend(loc="upper left", ncols=2, fontsize=9)
 course.show(figure, "07-cost")
 
 # %% [markdown]
-# Why it matters: a context of $T$ positions holds less text, each character takes several steps to
-# generate, and the model must spell before it can mean. A larger vocabulary repairs that. In a
-# standard model each new token costs a row of $D$ numbers. At a million tokens and $D = $ a few
-# thousand, the table is larger than many a model.
+# Why does it matter? A context of $T$ positions holds less text, each character takes several steps
+# to generate, and the model must learn to spell before it can learn what words mean. A larger
+# vocabulary repairs that. But in a standard model each new token costs a row of $D$ numbers. With a
+# million tokens and a $D$ of a few thousand, the table alone is larger than many models.
 
 # %% [markdown]
-# ## 2 · Expanding: what stays the same
+# ## 2. Expanding: what stays the same
 #
-# `model.expand` gives each new token a signature: $H$ ids, hashed from its bytes. The rows behind
-# these ids are there already. So we expect: not one number of the model changes.
+# `model.expand` gives each new token a signature: $H$ ids, hashed from its bytes. The rows of these
+# ids exist already. So we expect that not one number of the model changes.
 
 # %%
 ids = torch.tensor(shakespeare.held_out[:1024].astype(int)).view(4, 256)  # (N, T)
 before = {
     "tensors": {k: v.clone() for k, v in model.named_parameters()},
     "signatures": model.signatures.ids,  # (V, H)
-    "scores": model.scores(ids),  # (N, T, V)
+    "scores": model.token_scores(model(ids)),  # (N, T, V)
     "log_probs": model.log_probs(ids),  # (N, T, V)
 }
 new_tokens = [bigger.token_bytes(i) for i in range(V, len(bigger))]
+assert len(new_tokens) == 512 and not any(token.isascii() for token in new_tokens)
 model.expand(new_tokens)
-scores, log_probs = model.scores(ids), model.log_probs(ids)  # (N, T, V + 512)
+scores, log_probs = model.token_scores(model(ids)), model.log_probs(ids)  # (N, T, V + 512)
 assert all(torch.equal(v, before["tensors"][k]) for k, v in model.named_parameters())
 assert torch.equal(model.signatures.ids[:V], before["signatures"])
 assert torch.equal(scores[..., :V], before["scores"])  # bit for bit
@@ -147,15 +137,14 @@ print(f"{len(new_tokens)} more tokens, {model.num_parameters()['total']:,} param
 
 # %% [markdown]
 # The parameters, the old signatures and the old tokens' scores are equal bit for bit. The
-# probabilities are not: they are renormalised over all real tokens, and there are more of them now.
-# With $s_w$ the score of token $w$, and $Z_t$ for the sum of $e^{s/\tau}$ over the tokens at
-# position $t$,
+# probabilities are not: they are renormalised over all real tokens, and now there are more of them.
+# Let $Z_t$ be the sum of $e^{s/\tau}$ over the scores $s$ of all tokens at position $t$. Then
 #
 # $$\log P_\text{new}(w) - \log P_\text{old}(w) = \log Z_t^\text{old} - \log Z_t^\text{new}
 #   = \log(1 - M_t),$$
 #
-# where $M_t$ is the mass that the new tokens take there. The right side does not depend on $w$. All
-# old tokens lose by the same factor, and no two of them change places.
+# where $M_t$ is the mass that the new tokens take there. The right side does not depend on $w$: all
+# old tokens lose the same factor, and no two of them change places.
 
 # %%
 shift = log_probs[..., :V] - before["log_probs"]  # (N, T, V)
@@ -169,17 +158,17 @@ print(f"which costs an old token {price:.3f} bits")
 assert price < 0.03
 
 # %% [markdown]
-# So English is hurt, but little. Where does the mass go? A new token was never trained, yet its
-# rows were: other tokens live in the same buckets. The score of a new token is the sum of what
-# these have taught each function. Here is the most probable new token anywhere in the text, and for
-# each function the most probable old token of the same bucket. None of them need be probable by
-# itself: a bucket counts for all its tokens, and the four meet by chance.
+# So English is hurt, but little. Where does the mass go? A new token was never trained, but its
+# rows were: other tokens lie in the same buckets. The score of a new token is the sum of what these
+# tokens have taught each function. Here is the most probable new token anywhere in the text, and
+# for each function the most probable old token of the same bucket. None of the four needs to be
+# probable by itself: a bucket counts for all its tokens, and the four buckets meet by chance.
 
 # %%
 n, t = divmod(int(log_probs[..., V:].amax(-1).argmax()), ids.shape[1])
 best = V + int(log_probs[n, t, V:].argmax())
 context = tokenizer.decode(ids[n, max(0, t - 12) : t + 1]).replace("\n", "⏎")
-print(f"behind {context!r}: {bigger.decode([best])!r} has P = {log_probs[n, t, best].exp():.3f}")
+print(f"after {context!r}: {bigger.decode([best])!r} has P = {log_probs[n, t, best].exp():.3f}")
 for j, bucket in enumerate(model.signatures.ids[best].tolist()):
     mates = (model.signatures.ids[:V, j] == bucket).nonzero()[:, 0]
     mate = int(mates[scores[n, t, mates].argmax()])
@@ -188,24 +177,25 @@ for j, bucket in enumerate(model.signatures.ids[best].tolist()):
 
 # %% [markdown]
 # Does the mass grow with the number of new tokens? And do untrained tokens get their share, as if
-# they were drawn at random from the vocabulary? Before you run it: guess the mass for `2048` new
-# ones beside `8192` old ones.
+# they were drawn at random from the vocabulary?
+#
+# **Before you run it:** guess the mass of `2048` new tokens beside `8192` old ones.
 
 # %%
 counts, taken = (256, 512, 1024, 2048), []
+largest = course.extended(tokenizer, new_text, counts[-1])  # the smaller ones are its beginning
 for n in counts:
-    larger = course.extended(tokenizer, new_text, n)
-    grown, _ = course.shipped()
-    grown.expand([larger.token_bytes(i) for i in range(V, len(larger))])
-    taken.append(grown.log_probs(ids)[..., V:].exp().sum(-1).mean().item())
+    larger, _ = course.shipped()
+    larger.expand([largest.token_bytes(V + i) for i in range(n)])
+    taken.append(larger.log_probs(ids)[..., V:].exp().sum(-1).mean().item())
     print(f"{n:5} new tokens: {n / (V + n):.3f} of the vocabulary, {taken[-1]:.3f} of the mass")
 assert all(0.1 < m / (n / (V + n)) < 0.35 for m, n in zip(taken, counts))
 
 # %% [markdown]
 # Left: each dot is a position. Where the model hesitates between many tokens (large entropy), the
-# newcomers take more; where it is sure, nothing. Right: the mean against the number of new tokens.
-# The dashed line is their share of the vocabulary. They stay well below it: training has made the
-# signatures of real tokens stand out from others.
+# new ones take more; where it is sure, they take nothing. Right: the mean mass against the number
+# of new tokens. The dashed line is their share of the vocabulary. They stay well below it: training
+# has made the signatures of real tokens stand out from others.
 
 # %%
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.4))
@@ -221,33 +211,27 @@ right.legend()
 course.show(figure, "07-mass")
 
 # %% [markdown]
-# ## 3 · A pair to compare
+# ## 3. A pair to compare
 #
-# A standard model grows by rows. The usual start is the mean of the old ones. To compare we need a
-# trained standard model, so here is a small pair: `bpe:1024`, 2 layers, $D = 64$, a table of as
-# many rows for both, 120 steps each on Shakespeare. This is little training, and the
-# results are about models of this kind.
+# A standard model grows by rows, which usually start as the mean of the old ones. To compare we
+# need a trained standard model, so here is a small pair: `bpe:1024`, 2 layers, $D = 64$, tables of
+# equally many rows, 120 steps each on Shakespeare. That is little training, and the results hold
+# for models of this kind.
 
 # %%
 small = course.corpus("bpe:1024")
 old = small.tokenizer
 grown = course.extended(old, new_text, 512)
-shape = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=192, num_attention_heads=2)
-hashes = dict(num_hashes=4, num_buckets=256, bottle_neck_dim=32, objective="exact")
-start = dict(adapter_init="identity", table_initializer_range=0.08, pad_token_id=old.eot)
 KINDS, pair = {"mhf": "MultiHashFormer", "standard": "standard"}, {}
 for kind in KINDS:
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=len(old), max_position_embeddings=128)
-    config = mhf.Config(model=kind, **sizes, **shape, **hashes, **start)
-    pair[kind] = train.build_model(config, old)
+    pair[kind] = course.small(old, model=kind, num_buckets=256)
     losses = [x for _, x in course.fit(pair[kind], small.training, 120, learning_rate=4e-3)]
     print(f"{KINDS[kind]}: loss from {losses[0]:.2f} to {np.mean(losses[-10:]):.2f}")
 
 
 # %% [markdown]
-# Tokenizers differ, so the measure must not depend on them: **bits per byte** of the same text. A
-# model that knows nothing needs 8.
+# The tokenizers differ, so the measure must not depend on them: **bits per byte** of the same text.
+# A model that knows nothing needs 8.
 
 
 # %%
@@ -259,8 +243,9 @@ def measure(model, tokenizer):
 
 
 # %% [markdown]
-# Now expand both, and measure before and right after. Before you run it: which model's English is
-# hurt more by tokens it has never seen?
+# Now we expand both, and measure before and right after.
+#
+# **Before you run it:** which model's English is hurt more by tokens it has never seen?
 
 # %%
 stages = {kind: {"before": measure(pair[kind], old)} for kind in KINDS}  # [new, English]
@@ -281,13 +266,13 @@ assert 0.25 < taken["mhf"] < 0.55 and 0.04 < taken["standard"] < 0.2  # a third 
 # %% [markdown]
 # Three things to notice.
 #
-# * Before, the new scripts cost *more* than 8 bits per byte. Both models are sure that such
-#   bytes do not come, for they never came.
+# * Before, the new scripts cost *more* than 8 bits per byte. Both models are sure that such bytes
+#   do not come, because they never came in training.
 # * Right after, with no training at all, they cost less. A new token stands for several bytes, and
-#   nobody has told the model yet that it never comes.
-# * The MultiHashFormer's English pays for it. In this pair the newcomers have a share of the mass
-#   like their share of the vocabulary; in the longer trained model above they stayed well below
-#   it. The mean row of the standard model is a quieter start.
+#   the model has not yet learned that it never comes.
+# * The MultiHashFormer's English pays for it. In this pair the new tokens take about their share of
+#   the vocabulary; in the longer trained model above they took far less. The mean row of the
+#   standard model is a quieter start.
 
 # %%
 for kind in KINDS:
@@ -297,14 +282,14 @@ print({KINDS[kind]: f"English + {x:.2f} bits per byte" for kind, x in hurt.items
 assert 0.15 < hurt["mhf"] < 0.5 and 0 < hurt["standard"] < 0.12
 
 # %% [markdown]
-# ## 4 · Continued training
+# ## 4. Continued training
 #
 # 60 steps on three mixtures:
 #
 # * **replay**: the new text and as much Shakespeare;
 # * **new only**: the new text alone;
-# * **bytes**: as replay, but with the old tokenizer and no expansion, for the question whether new
-#   tokens are worth it at all.
+# * **bytes**: like replay, but with the old tokenizer and no expansion. It asks whether new tokens
+#   are worth it at all.
 
 # %%
 new_ids = np.array(grown.encode(new_text))
@@ -334,7 +319,7 @@ for stage in stages["mhf"]:
 print(f"{'parameters added':24} {added['mhf']:20,} {added['standard']:20,}")
 
 # %% [markdown]
-# The picture shows the stages for both models, the new scripts left, English right; lower is
+# The picture shows three stages of both models, the new scripts left, English right; lower is
 # better. See what the training repairs, and which model is ahead.
 
 # %%
@@ -355,11 +340,11 @@ axes[1].legend(loc="upper left")
 course.show(figure, "07-stages")
 
 # %% [markdown]
-# Which is better at this size? The standard model, on both texts, and we say so plainly. Part of it
-# was there before: the standard model had learned more English in the same steps. And a
-# new token of the standard model has a row to itself, while in the MultiHashFormer it shares
-# every row with old ones, which pull at it. What speaks for the MultiHashFormer is the last line
-# of the table, and it needs a large vocabulary to weigh much.
+# Which is better at this size? The standard model, on both texts. Part of the gap was there before:
+# the standard model had learned more English in the same steps. And its new tokens have a row each,
+# while in the MultiHashFormer a new token shares every row with old ones, which pull at it. What
+# speaks for the MultiHashFormer is the last line of the table, and that counts only with a large
+# vocabulary.
 
 # %%
 gap = [stages["mhf"]["replay"][side] - stages["standard"]["replay"][side] for side in (0, 1)]
@@ -371,10 +356,11 @@ for kind in KINDS:  # was it worth it? more than the same steps without new toke
     assert gain > 0.15
 
 # %% [markdown]
-# ## 5 · Forgetting
+# ## 5. Forgetting
 #
-# Before you run it: trained on the new text alone, does English come back to where it was? The
-# picture follows both texts over the steps. Solid: new text only; dashed: with replay.
+# The picture follows both texts over the steps. Solid: new text only; dashed: with replay.
+#
+# **Before you run it:** after training on the new text alone, is English where it was?
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), sharex=True)
@@ -399,28 +385,28 @@ for kind in KINDS:
     assert -0.2 < price < 0.8
 
 # %% [markdown]
-# Without replay English is forgotten within twenty steps. With replay it is almost kept. That
-# may cost something on the new text, for half of what was read is English; but read alone, a text
-# this small is soon read too often. Both models forget: adding tokens without a parameter does not
-# protect the old ones, whose rows and blocks go on learning.
+# Without replay both models forget English within twenty steps. With replay they almost keep it.
+# Replay may cost something on the new text, since half of what is read is English; but a text this
+# small, read alone, is soon read too often. That no parameter was added does not protect the old
+# tokens: their rows and the blocks go on learning.
 #
 # ## What we saw
 #
-# A MultiHashFormer takes a new script in without a new parameter, and nothing old changes
-# but for one factor per position: the mass that the new tokens take. A trained model gives
-# untrained tokens far less than their share, a barely trained one about their share. The shorter
-# sequences pay at once, and more after some training. In our small pair the standard model, which
-# grows by a row for each token, stays ahead of the MultiHashFormer on both texts. Replay keeps the
-# old language; without it both models lose it.
+# A MultiHashFormer can take in a new script without a new parameter. Nothing old changes except one
+# factor per position: the mass that the new tokens take. A well trained model gives untrained
+# tokens far less than their share, a barely trained one about their share. The shorter sequences
+# pay at once, and more after some training. In our small pair the standard model, which grows by a
+# row for each token, stays ahead of the MultiHashFormer on both texts. Replay keeps the old
+# language; without it both models lose it.
 #
 # ## Exercises
 #
 # 1. *Calculate.* How many parameters do a million new tokens cost the standard model of the pair,
-#    and the paper's largest model ($D$ `2048`)? And the MultiHashFormer, and what does it store
-#    instead?
-# 2. *Change.* Divide the scores of the expanded shipped model by other temperatures than its own:
-#    1, and 2. What becomes of the mass of the new tokens, and why?
-# 3. *Find out.* "A barely trained model gives newcomers about their share." Train the small
+#    and a standard model as wide as the paper's largest ($D$ `2048`)? What do they cost the
+#    MultiHashFormer, and what does it store instead?
+# 2. *Change.* Divide the scores of the expanded shipped model by 1 and by 2 instead of its own τ.
+#    What becomes of the mass of the new tokens, and why?
+# 3. *Find out.* "A barely trained model gives new tokens about their share." Train the small
 #    MultiHashFormer for 20 and for `100` steps, expand it each time and measure the mass. What does
 #    a model that was never trained give them?
 #

@@ -1,16 +1,3 @@
-# ---
-# jupyter:
-#   jupytext:
-#     formats: py:percent,ipynb
-#     text_representation:
-#       extension: .py
-#       format_name: percent
-#   kernelspec:
-#     display_name: Python 3
-#     language: python
-#     name: python3
-# ---
-
 # %% [markdown]
 # # 09 · Evaluation
 #
@@ -21,72 +8,63 @@
 # * put an error bar on a perplexity, an accuracy and a difference, and know when it lies;
 # * read what an evaluation harness does with a model.
 #
-# 30 minutes to read, about 45 seconds to run. The paper: its experiments, with the tasks of
-# lm-evaluation-harness ([arXiv](https://arxiv.org/abs/2606.28057)).
+# Reading: 30 minutes. Run time: about 40 seconds on 2 cores. Paper: its experiments, with the tasks
+# of lm-evaluation-harness ([arXiv](https://arxiv.org/abs/2606.28057)). Code: `support/evaluate.py`.
 #
 # On Colab: `!git clone REPOSITORY project`, `%cd project/tutorials`,
 # `!pip install -r ../requirements.txt`
 
 # %%
-import contextlib
 import copy
 import math
+import sys
 from collections import Counter
+
+sys.path.append("tutorials")  # for a kernel that was started one folder above
 
 import course
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-import mhf
-import train
+from support.data import windows
+from support.evaluate import fit_calibration
 
 plt = course.pyplot()
 model, tokenizer = course.shipped()
 shakespeare = course.corpus()
-held_out = shakespeare.held_out[:]  # never trained on
+held_out = shakespeare.held_out  # never trained on
 T = model.config.max_position_embeddings
 
-
-def sizes_of(tokenizer):
-    """Bytes of every token (V,)."""
-    return torch.tensor([len(token or b"") for token in tokenizer.all_bytes()])
-
-
 # %% [markdown]
-# ## 1 · Perplexity, and what it counts
+# ## 1. Perplexity, and what it counts
 #
 # The loss of a text is the mean of $-\log P(\text{token})$ over its tokens. *Perplexity* is $e$ to
-# the loss: among how many equally likely tokens the model hesitates, so to speak. *Per token*: cut
-# the text into other tokens, and it is another number. **Bits per byte** spreads the whole loss
-# over the bytes, which stay the same:
+# the power of the loss: so to speak, the number of equally likely tokens between which the model
+# hesitates. It is a number *per token*: cut the text into other tokens, and it changes. **Bits per
+# byte** spreads the whole loss $L$ over the bytes, which stay the same:
 #
 # $$\text{perplexity} = e^{L/n_\text{tokens}}, \qquad
 #   \text{bits per byte} = \frac{L}{\ln 2 \cdot n_\text{bytes}}.$$
 #
-# We train the same small model for a moment with two tokenizers, of 512 and of 2048 tokens. Before
-# you run it: which will have the lower perplexity? Which the lower bits per byte?
+# We train the same small model for a moment with two tokenizers, of 512 and of 2048 tokens.
+#
+# **Before you run it:** which will have the lower perplexity? Which will need fewer bits per byte?
 
 # %%
-shape = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=192, objective="exact")
-shape |= dict(adapter_init="identity", table_initializer_range=0.08, max_position_embeddings=128)
 results = {}
 for size in (512, 2048):
     cut = course.corpus(f"bpe:{size}")
-    torch.manual_seed(0)
-    ends = dict(vocab_size=size, pad_token_id=cut.tokenizer.eot, num_buckets=size // 4)
-    small = train.build_model(mhf.Config(**shape, **ends), cut.tokenizer)
-    for _ in course.fit(small, cut.training, 60, learning_rate=4e-3):
-        pass
-    sizes = sizes_of(cut.tokenizer)
-    found = train.evaluate(small, cut.held_out, sizes, contextlib.nullcontext, 16384)
-    results[size] = found | {"bytes": sizes[cut.held_out[:].astype(int)].float().mean().item()}
-    print(f"V = {size}: {results[size]['bytes']:.2f} bytes a token, perplexity "
-          f"{found['perplexity']:.0f}, {found['bits_per_byte']:.2f} bits per byte")  # fmt: skip
+    small = course.small(cut.tokenizer, num_buckets=size // 4)
+    list(course.fit(small, cut.training, 60, learning_rate=4e-3))
+    results[size] = found = course.quality(small, cut, 16384)
+    length = course.token_sizes(cut.tokenizer)[cut.held_out.astype(int)].float().mean()
+    print(f"V = {size}: {length:.2f} bytes a token, perplexity {found['perplexity']:.0f}, "
+          f"{found['bits_per_byte']:.2f} bits per byte")  # fmt: skip
 
 # %% [markdown]
-# The two measures disagree on which is better. See it in the picture: left perplexity,
-# right bits per byte, lower is better in both.
+# The two measures disagree on which model is better. See it in the picture: left perplexity, right
+# bits per byte; lower is better in both.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(7, 3))
@@ -102,23 +80,23 @@ assert many["perplexity"] > 1.5 * few["perplexity"]
 assert many["bits_per_byte"] < few["bits_per_byte"] - 0.1
 
 # %% [markdown]
-# A perplexity means something only beside its tokenizer. Bits per byte compare across tokenizers.
-# (Both models took 60 steps of as many tokens. The one with longer tokens has read more *text* for
-# that. Fair in steps is not fair in bytes: always say which.)
+# A perplexity means something only together with its tokenizer. Bits per byte compare across
+# tokenizers. (Both models took 60 steps of equally many tokens, so the one with longer tokens has
+# read more *text*. Fair in steps is not fair in bytes: always say which.)
 #
-# ## 2 · One pass over the held-out text
+# ## 2. One pass over the held-out text
 #
-# The next sections are made from one array: the loss of each token of the first half of the
-# held-out text under the shipped model, in windows of its context. Its scores are divided by its τ
-# before the softmax.
+# The next sections use one array: the loss of each token of the first half of the held-out text
+# under the shipped model, in windows of its context. The scores are divided by the model's τ before
+# the softmax.
 
 
 # %%
 @torch.no_grad()
-def losses(model, windows):
+def losses(model, numbers):
     """−log P of the windows' tokens (windows, T); each window is a context of its own."""
     rows, tau = [], model.config.calibration
-    for x, y in zip(*train.windows(held_out, windows * T, T)):  # (T,), (T,)
+    for x, y in zip(*windows(held_out, numbers * T, T)):  # (T,), (T,)
         scores = model.token_scores(model(x.unsqueeze(0))[0])  # (T, V)
         rows.append(F.cross_entropy(scores / tau, y, reduction="none"))  # (T,)
     return torch.stack(rows).numpy()
@@ -127,16 +105,16 @@ def losses(model, windows):
 some = np.arange(160)
 loss = losses(model, some)  # (windows, T)
 targets = held_out[1 : loss.size + 1].astype(int)
-bits = loss.sum() / math.log(2) / int(sizes_of(tokenizer)[targets].sum())
+bits = loss.sum() / math.log(2) / course.token_sizes(tokenizer)[targets].sum().item()
 print(f"{loss.size:,} tokens: perplexity {np.exp(loss.mean()):.1f}, {bits:.3f} bits per byte")
 assert abs(np.exp(loss.mean()) - 87.3) < 1 and abs(bits - 1.86) < 0.04
 
 # %% [markdown]
-# τ itself was fitted to held-out text. Measure on the text that you fitted to, and you measure too
-# well. How much? We fit τ on a few windows, and measure on these, and on others.
+# τ itself was fitted to held-out text. Measured on the text that τ was fitted to, the loss comes
+# out too low. How much? We fit τ on a few windows, and measure on these and on others.
 
 # %%
-x, y = train.windows(held_out, np.arange(0, 160, 8) * T, T)  # 20 windows, spread
+x, y = windows(held_out, np.arange(0, 160, 8) * T, T)  # 20 windows, spread
 with torch.no_grad():
     scores = torch.cat([model.token_scores(model(row.unsqueeze(0))[0]) for row in x])  # (M, V)
 y, other = y.flatten(), slice(10 * T, None)  # the second ten are for measuring
@@ -148,7 +126,7 @@ def loss_at(tau, part):
 
 for count in (1, 3, 10):
     fitted = slice(0, count * T)
-    tau = train.fit_calibration(scores[fitted], y[fitted])
+    tau = fit_calibration(scores[fitted], y[fitted])
     gain, change = (loss_at(1.24, part) - loss_at(tau, part) for part in (fitted, other))
     print(f"τ {tau:.3f} from {count:2} windows: {gain:+.4f} better there, {change:+.4f} elsewhere")
     assert gain > -1e-4 and (count == 1 or abs(change) < 0.03)
@@ -157,16 +135,17 @@ print(f"that is, than with the shipped τ; at τ = 1 the loss is {loss_at(1, oth
 assert loss_at(1, other) > loss_at(1.24, other) + 0.03
 
 # %% [markdown]
-# Fitted on one window, τ suits that window and no other. On ten, what it gains there is close to
-# what it gains elsewhere, for one number can't learn much by heart. To split is still right:
-# `train.py` fits τ on every other window and measures on the rest, and nobody has to argue
-# how much is much.
+# Fitted on one window, τ suits that window and no other. Fitted on ten, it gains there about what
+# it gains elsewhere, because one number cannot memorise much. Splitting is still right: `train.py`
+# fits τ on every other window and measures on the rest, and nobody has to argue how much is much.
 #
-# ## 3 · How sure is a perplexity?
+# ## 3. How sure is a perplexity?
 #
 # The standard error of a mean is $s/\sqrt{n}$, *if the $n$ values are independent*. Tokens are not:
-# a hard speech is hard for many tokens. So we take means of blocks of text first, and look at the
-# spread of these. Before you run it: what will longer blocks do to the error?
+# a hard speech is hard for many tokens. So we first take means over blocks of text, and then look
+# at the spread of these means.
+#
+# **Before you run it:** what will longer blocks do to the error?
 
 # %%
 flat, errors = loss.flatten(), {}
@@ -178,13 +157,13 @@ for block in (1, 16, 64, 256, 1024, 2048):
 assert errors[2048] > 1.3 * errors[256] and errors[256] > 1.5 * errors[1]
 
 # %% [markdown]
-# The naive error (blocks of one token) is far too small. Nor does it stop growing: the held-out
-# text is a few plays, and plays differ. For "how good on *this* text?" no error bar is needed at
-# all. For "how good on *other* plays?" it is a sample of a few, and even the last error is too
-# small.
+# The naive error (blocks of one token) is far too small. And the error does not stop growing: the
+# held-out text is a few plays, and plays differ. The question "how good on *this* text?" needs no
+# error bar at all. For the question "how good on *other* plays?" the text is a sample of a few
+# plays, and even the last error is too small.
 #
-# Left in the picture: that error. Right: how the mean settles as more windows are drawn at random:
-# the band is ± two standard errors of windows, and the dotted lines stand at ± 1 % of the loss.
+# Left in the picture: that error. Right: the mean settles as more windows are drawn at random. The
+# band is ± two standard errors of windows, and the dotted lines stand at ± 1 % of the loss.
 
 # %%
 means = np.random.default_rng(0).permutation(loss.mean(1))  # (windows,)
@@ -202,10 +181,12 @@ right.set(xscale="log", xlabel="tokens measured", ylabel="mean loss", ylim=(4.1,
 course.show(figure, "09-error")
 
 # %% [markdown]
-# How many tokens until a difference of 1 % shows? If two models are measured on *different* texts,
-# their variances add. On the *same* text the hard windows are hard for both, and only the
-# differences count. We compare the shipped model with itself, its weights rounded to a grid of a
-# few steps a row. Before you run it: how much does the pairing save?
+# How many tokens does it take to see a difference of 1 %? If two models are measured on *different*
+# texts, their variances add. On the *same* text the hard windows are hard for both, and only the
+# differences count. We compare the shipped model with a copy whose weights are rounded to a few
+# steps per row.
+#
+# **Before you run it:** how much does the pairing save?
 
 # %%
 rounded = copy.deepcopy(model)
@@ -225,17 +206,16 @@ print("tokens to show 1 %:", ", ".join(f"on {k} {n:,.0f}" for k, n in need.items
 assert need["other texts"] > 5 * need["the same text"]
 
 # %% [markdown]
-# Measure two models on the same windows, and report the error of the *difference*. (And
-# the seed of training? It is one more source of spread that no held-out text shows: only
-# more runs do. README.md gives ranges over three seeds, measured there: a few percent of
-# perplexity.)
+# Measure two models on the same windows, and report the error of the *difference*. (The seed of
+# training is one more source of spread. No held-out text shows it, only more runs do. The
+# [results](results/README.md) give ranges over three seeds: a few percent of perplexity.)
 #
-# ## 4 · The last word
+# ## 4. The last word
 #
 # LAMBADA asks for the last word of a passage, chosen so that people need the whole passage to guess
-# it. We put the question to Shakespeare: the last word of a sentence, by greedy choice. An accuracy
-# $p$ from $n$ questions has the standard error $\sqrt{p(1-p)/n}$. The first thing to
-# know is what a stupid answer gets: always the most frequent last word of the training text.
+# it. We ask the same of Shakespeare: the last word of a sentence, by greedy choice. An accuracy $p$
+# from $n$ questions has the standard error $\sqrt{p(1-p)/n}$. The first thing to know is what a
+# stupid answer gets: always the most frequent last word of the training text.
 
 # %%
 passages = course.last_words(held_out, tokenizer, 64, 400)
@@ -251,12 +231,12 @@ print(f"always {frequent!r}: {stupid:.3f}")
 assert all(abs(p - 0.085) < 0.035 for p in right.values()) and stupid < 0.04
 
 # %% [markdown]
-# Better than the stupid answer, by far. But longer texts do not help: the three agree within
-# their errors. This model answers from the last few words. The question was made to test
-# understanding of a passage, and here it tests something else. Always ask what a task measures
+# The model is far better than the stupid answer. But longer texts do not help: the three accuracies
+# agree within their errors. This model answers from the last few words. The question was made to
+# test understanding of a passage, and here it tests something else. Always ask what a task measures
 # *in this model*.
 #
-# Words of more tokens are harder in two ways: they are rarer, and every token must be right.
+# Words of more tokens are harder for two reasons: they are rarer, and every token must be right.
 
 # %%
 groups = {"1": (1,), "2": (2,), "3 and more": range(3, 99)}
@@ -269,9 +249,9 @@ for name, p, n in zip(groups, share, count):
 assert share[0] > share[1:].max()
 
 # %% [markdown]
-# The picture shows the accuracy by the length of the text, left, and by the tokens of the
-# word, right. Lines: two standard errors, or up to $3/n$ where none is right (with a true rate of
-# $3/n$, to see none has a chance of 5 %). Dotted: the stupid answer.
+# The picture shows the accuracy by the length of the text, left, and by the tokens of the word,
+# right. Vertical lines: two standard errors, or up to $3/n$ where none is right (with a true rate
+# of $3/n$, none of $n$ is right with a chance of 5 %). Dotted: the stupid answer.
 
 # %%
 figure, axes = plt.subplots(1, 2, figsize=(8, 3), sharey=True)
@@ -288,19 +268,19 @@ axes[1].set_xlabel("tokens of the word")
 course.show(figure, "09-last-words")
 
 # %% [markdown]
-# ## 5 · Multiple choice
+# ## 5. Multiple choice
 #
-# Most benchmarks give a context and a few continuations; the model's choice is the one with the
-# highest score. We build items from held-out text: three lines of a play, and which line
-# comes next? The other three choices are lines from elsewhere in the held-out text, drawn by
-# chance. One in four is right by luck. But which score, for lines of different lengths?
+# Most benchmarks give a context and a few continuations, and the model chooses the one with the
+# highest score. We build items from held-out text: after three lines of a play, which line comes
+# next? The other three choices are lines from elsewhere in the held-out text, drawn at random. By
+# luck one in four is right. But what is a good score for lines of different lengths?
 #
 # * the *sum* of the log probabilities of a line's tokens;
 # * their mean *per token*, or *per byte*;
-# * the *gain*: the sum behind the context, less the sum behind nothing but a new line. It asks how
+# * the *gain*: the sum after the context, minus the sum after nothing but a new line. It asks how
 #   much likelier the context has made the line.
 #
-# Before you run it: which is best, and which prefers short lines?
+# **Before you run it:** which is best, and which prefers short lines?
 
 # %%
 lines = [line.strip() for line in tokenizer.decode(held_out).split("\n")]
@@ -315,14 +295,14 @@ print(items[0][0] + "".join(f"\n  {'abcd'[k]}) {c}" for k, c in enumerate(items[
 
 
 # %% [markdown]
-# The score of a continuation is all that is asked of the model. `loglikelihood` below is
-# the whole of it, and the harness of section 6 asks for exactly this.
+# The score of a continuation is all that is asked of the model. `loglikelihood` below computes it,
+# and the harness of section 6 asks for exactly this.
 
 
 # %%
 @torch.no_grad()
 def loglikelihood(context, continuation):
-    """Σ log P of the continuation's tokens behind the context, and whether greedy writes them."""
+    """Σ log P of the continuation's tokens after the context, and whether greedy writes them."""
     ids = tokenizer.encode(context), tokenizer.encode(continuation)
     rows = torch.tensor([*ids[0], *ids[1]])[-T - 1 :]
     targets = rows[-len(ids[1]) :]  # (n,)
@@ -370,12 +350,12 @@ assert won["gain"].mean() > 0.43
 
 # %% [markdown]
 # One model, the same items, and every result from luck to about half right! The sum takes the
-# shortest line most of the time. The means are freer of that, and yet hardly above chance: whether
-# a line is made of common words weighs more than whether it fits. The gain takes out what the line
-# is worth by itself, and shows that the model did use the context. So a benchmark is a set of items
-# *and a rule*, and two numbers compare only if both agree. An error bar of the
-# sample says nothing about that. And since all rules answered the same items, we can count
-# the items on which they disagree:
+# shortest line most of the time. The means do so less, and yet they are hardly above chance: it
+# counts more whether a line is made of common words than whether it fits. The gain removes what the
+# line is worth by itself, and shows that the model did use the context. So a benchmark is a set of
+# items *and a rule*, and two numbers can be compared only if both agree. An error bar of the sample
+# says nothing about that. All rules answered the same items, so we can count the items on which
+# they disagree:
 
 # %%
 for one, two in (("sum", "per token"), ("per token", "per byte"), ("per byte", "gain")):
@@ -384,29 +364,29 @@ for one, two in (("sum", "per token"), ("per token", "per byte"), ("per byte", "
 assert only[1] > 2 * only[0]  # per byte and gain: more than a matter of luck
 
 # %% [markdown]
-# ## 6 · What a harness asks
+# ## 6. What a harness asks
 #
 # [lm-evaluation-harness](https://github.com/EleutherAI/lm-evaluation-harness) holds the questions
 # of many benchmarks. It asks three things of a model, and a small adapter answers.
 #
 # * **loglikelihood**(context, continuation): what our function above gives. Multiple choice asks
-#   for that of each choice; LAMBADA asks whether greedy decoding writes the last word.
+#   for it once per choice; LAMBADA asks whether greedy decoding writes the last word.
 # * **loglikelihood_rolling**(text): $\log P$ of a whole text, for perplexities of documents. A text
 #   longer than the context is cut into windows, so that each token is predicted once.
 # * **generate_until**(context, stops): what the model writes until one of the stop strings comes.
-#   Arithmetic and code ask for that.
+#   Tasks of arithmetic and code ask for it.
 #
-# One loglikelihood by hand, from the definitions alone: the logits of each function from the
-# cascade, $\log p_j$ of each bucket, their sum over the signature of each token, divided by τ,
-# renormalised.
+# Here is one loglikelihood by hand, from the definitions alone: the cascade gives the logits of
+# each function, these give $\log p_j$ of each bucket, and their sum over the signature of each
+# token is divided by τ and renormalised.
 
 # %%
 context, continuation = "To be, or not", " to be"
 ids, answer = tokenizer.encode(context), tokenizer.encode(continuation)
 log_p, greedy = 0.0, True
 for token in answer:
-    logits = model.head_logits(torch.tensor([ids]))[0, -1]  # (H, B)
-    log_buckets = logits.log_softmax(-1)  # (H, B)
+    states = model(torch.tensor([ids]))[0, -1]  # (D,)
+    log_buckets = model.hash_head(states, model.table).log_softmax(-1)  # (H, B)
     signatures = model.model.hash_map  # (V, H)
     score = sum(log_buckets[j, signatures[:, j]] for j in range(4))  # (V,)
     log_probs = (score / model.config.calibration).log_softmax(-1)  # (V,)
@@ -419,30 +399,30 @@ assert greedy == loglikelihood(context, continuation)[1]
 
 # %% [markdown]
 # With the optional package (`pip install lm_eval`) the project's adapter runs any of its tasks on
-# any checkpoint. It fetches the questions from a network, so it is not run here:
+# any checkpoint. The package downloads the questions, so we do not run it here:
 #
 # ```bash
 # python tutorials/harness.py --checkpoint tutorials/checkpoint --tasks lambada_openai --limit 100
 # ```
 #
-# Do not expect much of the shipped model: it has read nothing but plays. On today's English
-# its answers are close to chance, and *that* is a thing to know about a benchmark before
-# comparing two models by it: when both are at chance, the better one cannot win.
+# Do not expect much of the shipped model: it has read nothing but plays. On today's English its
+# answers are close to chance. *That* is worth knowing about a benchmark before it compares two
+# models: if both are at chance, the better one cannot win.
 #
 # ## What we saw
 #
-# A language model is as good as its loss on text it has not seen, told in bits per byte, for
+# A language model is as good as its loss on text it has not seen, in bits per byte, because
 # perplexities change with the tokenizer. The error of a loss comes from passages and plays, not
-# from tokens, and a comparison on the same text is far sharper than on others. An accuracy needs
-# the stupid answer beside it, and a look at what the task asks of *this* model: here the last word
-# is guessed from the last few words. In multiple choice the rule that makes scores comparable can
-# decide between chance and skill.
+# from tokens, and a comparison on the same text is far sharper than one on different texts. An
+# accuracy needs the stupid answer beside it, and a look at what the task asks of *this* model: here
+# it guesses the last word from the last few words. In multiple choice the rule that makes scores
+# comparable can decide between chance and skill.
 #
 # ## Exercises
 #
-# 1. *Calculate.* Two models answer the same `1000` questions with four choices, one with 30 %, the
-#    other with 32 %. How large is the standard error of the difference if their answers are
-#    independent? How many questions make it two standard errors?
+# 1. *Calculate.* Two models answer the same `1000` questions with four choices; one has 30 % right,
+#    the other 32 %. How large is the standard error of the difference if their answers are
+#    independent? How many questions make the difference two standard errors?
 # 2. *Change.* The first tokens of a window have little context. Measure only the second half of
 #    each window. What becomes of the loss, and what of the comparison of two models?
 # 3. *Find out.* A harder multiple choice: take the wrong lines from the same scene, 5 to 30 lines

@@ -4,11 +4,9 @@ python tutorials/answers.py           all of them
 python tutorials/answers.py 04        those of tutorial 04
 """
 
-import contextlib
 import math
-import re
 import sys
-from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import course
@@ -19,7 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import mhf
-import train
+from support.data import batch, windows
+from support.evaluate import fit_calibration
 
 # 01 · Signatures
 
@@ -40,12 +39,12 @@ def answer_01_1():
 def answer_01_2():
     """SignatureTable(2, 104), the tokens in the opposite order: what changes?
 
-    The first of two tokens keeps its hash, the second is re-hashed: so other tokens are re-hashed,
-    and 63% of all signatures differ. The number of re-hashed tokens is nearly the same (3,204 and
-    3,208), and the guarantee holds: it does not depend on the order.
+    Of two tokens the first keeps its hash and the second is re-hashed. So other tokens are
+    re-hashed, and 63% of all signatures differ. The number of re-hashed tokens is nearly the same
+    (3,204 and 3,208), and the guarantee holds: it does not depend on the order.
     """
     _, tokenizer = course.shipped()
-    tokens = [t for t in tokenizer.all_bytes() if t != b"<|endoftext|>"]
+    tokens = [t for t in tokenizer.hashed_bytes() if t != b"<|endoftext|>"]
     one, two = mhf.SignatureTable(2, 104), mhf.SignatureTable(2, 104)
     one.extend(tokens)
     two.extend(tokens[::-1])
@@ -95,17 +94,18 @@ def answer_02_1():
 def answer_02_2():
     """The gate with softmax of k · s, k = 0.5, 1, 2, 4: is the trained k = 1 the best?
 
-    Of these yes, but 0.5 is hardly worse: the valley is flat towards the mean, steep towards a
-    hard choice. A gate that leaves out rows loses what tells the tokens of a bucket apart.
+    Of these four it is, but 0.5 is hardly worse: the loss is flat towards the mean and steep
+    towards a hard choice. A gate that leaves out rows loses what distinguishes the tokens of a
+    bucket.
     """
     model, _ = course.shipped()
     held_out, combiner = course.corpus().held_out, model.model.combiner
-    windows = train.windows(held_out, np.linspace(0, len(held_out) - 257, 24).astype(int), 256)
+    texts = windows(held_out, np.linspace(0, len(held_out) - 257, 24).astype(int), 256)
     found = {}
     for k in 0.5, 1, 2, 4:
         last = combiner.scorer[2]
         with mock.patch.object(last, "weight", torch.nn.Parameter(k * last.weight)):
-            rows = [model.log_probs(x[None])[0].gather(1, y[:, None]) for x, y in zip(*windows)]
+            rows = [model.log_probs(x[None])[0].gather(1, y[:, None]) for x, y in zip(*texts)]
         found[k] = -torch.cat(rows).mean().item()
     assert found[0.5] < found[2] < found[4] and found[1] < found[2]
     return found
@@ -168,9 +168,9 @@ def answer_03_2():
     """
     model, _ = course.shipped()
     ids = torch.from_numpy(np.asarray(course.corpus().held_out[:100]).astype(np.int64))[None]
-    states, backbone = model(ids), model.model
-    backbone.cos, backbone.sin = backbone.cos[100:200], backbone.sin[100:200]
-    difference = (model(ids) - states).abs().max().item()
+    # A cache that says 100 tokens were read, and hands none of them to attention.
+    cache = SimpleNamespace(length=100, update=lambda layer, k, v: (k, v))
+    difference = (model(ids, cache) - model(ids)).abs().max().item()
     assert difference < 1e-3
     return difference
 
@@ -178,22 +178,22 @@ def answer_03_2():
 def answer_03_3():
     """Does the model use what lies far back? The loss when each block sees n positions back.
 
-    Beyond 64 positions hardly. If each block sees n earlier positions, the loss is 5.12 nats for
-    n = 1, 4.62 for 16, and for 64 only some thousandths more than the 4.58 of the whole window.
-    (Through four blocks something may come from 4n back. And a model that was trained with a mask
-    would do better.)
+    Hardly anything beyond 64 positions. If each block sees n earlier positions, the loss is 5.12
+    nats for n = 1, 4.62 for 16, and for 64 only some thousandths more than the 4.58 of the whole
+    window. (Through four blocks, information can come from 4n positions back. And a model that was
+    trained with such a mask would do better.)
     """
     model, _ = course.shipped()
     held_out, attend = course.corpus().held_out, F.scaled_dot_product_attention
-    windows = train.windows(held_out, np.linspace(0, len(held_out) - 257, 16).astype(int), 256)
+    texts = windows(held_out, np.linspace(0, len(held_out) - 257, 16).astype(int), 256)
     back, found = torch.arange(256)[:, None] - torch.arange(256), {}  # (T, T)
     for n in 1, 4, 16, 64, 255:
 
-        def near(q, k, v, *, mask=(back >= 0) & (back <= n), **_):
+        def near(q, k, v, *_, mask=(back >= 0) & (back <= n), **__):
             return attend(q, k, v, attn_mask=mask, enable_gqa=True)
 
         with mock.patch.object(F, "scaled_dot_product_attention", near):
-            rows = [model.log_probs(x[None])[0].gather(1, y[:, None]) for x, y in zip(*windows)]
+            rows = [model.log_probs(x[None])[0].gather(1, y[:, None]) for x, y in zip(*texts)]
         found[n] = -torch.cat(rows).mean().item()
     for n, value in (1, 5.12), (16, 4.62), (255, 4.58):
         assert abs(found[n] - value) < 0.02
@@ -205,7 +205,7 @@ def answer_03_3():
 
 
 def answer_04_1():
-    """How many parameters have the mixers of the paper's 1B model, and which share is it?
+    """How many parameters do the mixers of the paper's 1B model have, and what share is that?
 
     Each of the H−1 mixers has 2D·Z + Z + Z·D + D, together 1.19 million: 0.1% of 1.15 billion.
     The mixers grow with D, the blocks with D²: the larger the model, the less the cascade weighs.
@@ -231,22 +231,22 @@ def answer_04_2():
     what the token's probability rests on.
     """
     model, _ = course.shipped()
-    x, y = train.batch(course.corpus().held_out, seed=0, step=0, rows=8, length=256)
+    x, y = batch(course.corpus().held_out, seed=0, step=0, rows=8, length=256)
     h, targets = model(x).flatten(0, 1), y.flatten()  # (M, D), (M,)
     ids = model.model.hash_map[targets]  # (M, H)
 
-    def usual(c, E, target=None, last=False):
-        o, loss, e = mhf.predict(c, E, target, last)
-        return o, loss, None if last else (o / c.shape[-1] ** 0.5).softmax(-1) @ E
+    as_it_is = mhf.soft_embedding
+
+    def scaled(o, E):
+        return as_it_is(o / E.shape[-1] ** 0.5, E)
 
     found = {}
-    for name, predict in (("scale 1", mhf.predict), ("scale 1/√D", usual)):
-        steps = list(model.hash_head.steps(h, model.table, ids, predict=predict))
-        bits = [loss.mean().item() / math.log(2) for _, loss, _ in steps]
-        columns = torch.stack([o for o, _, _ in steps], 1).log_softmax(-1).flatten(1).T
-        scores = model.sum_over_signatures(columns.contiguous())  # (M, V)
+    for name, soft_embedding in (("scale 1", as_it_is), ("scale 1/√D", scaled)):
+        with mock.patch.object(mhf, "soft_embedding", soft_embedding):
+            log_p, scores = model.bucket_log_probs(h), model.token_scores(h)  # (M, H, B), (M, V)
+        bits = -log_p.gather(-1, ids.unsqueeze(-1)).mean((0, 2)) / math.log(2)  # (H,)
         perplexity = F.cross_entropy(scores / model.config.calibration, targets).exp().item()
-        found[name] = {"bits of the ids": bits, "perplexity of the token": perplexity}
+        found[name] = {"bits of the ids": bits.tolist(), "perplexity of the token": perplexity}
     one, other = found.values()
     more = [b - a for a, b in zip(one["bits of the ids"], other["bits of the ids"])]
     assert more[0] == 0 and 0.1 < more[1] < 0.15 and all(m > 0 for m in more[1:])
@@ -257,9 +257,9 @@ def answer_04_2():
 def answer_04_3():
     """Train a small model without mixers from the start: what is the cascade worth?
 
-    After 60 steps nothing: both have a perplexity of about 300, the one without is a little ahead.
-    Early in training every function learns from h directly. Whether the mixers pay later takes
-    longer runs, with several seeds, to say.
+    After 60 steps nothing: both have a perplexity of about 300, and the one without is a little
+    ahead. Early in training every function learns from h directly. Only longer runs, with several
+    seeds, can say whether the mixers pay later.
     """
 
     class Nothing(nn.Module):
@@ -272,9 +272,7 @@ def answer_04_3():
         if name == "without":
             model.hash_head.cascade_mixer = nn.ModuleList(Nothing() for _ in range(3))
         list(course.fit(model, corpus.training, 60, learning_rate=3e-3, objective="joint"))
-        sizes = torch.ones(len(corpus.tokenizer))
-        measured = train.evaluate(model, corpus.held_out, sizes, contextlib.nullcontext, 8192)
-        found[name] = measured["perplexity"]
+        found[name] = course.quality(model, corpus)["perplexity"]
     assert abs(math.log(found["with mixers"] / found["without"])) < 0.1
     return found
 
@@ -312,8 +310,7 @@ def answer_05_2():
     for weight in (0.25, 4.0):
         model = course.small(corpus.tokenizer, objective="joint", joint_weight=weight)
         list(course.fit(model, corpus.training, 60, learning_rate=3e-3))
-        sizes = torch.ones(len(corpus.tokenizer))
-        measured = train.evaluate(model, corpus.held_out, sizes, contextlib.nullcontext, 8192)
+        measured = course.quality(model, corpus)
         found[weight] = {name: measured[name] for name in ("perplexity", "tau", "valid_mass")}
     small, large = found.values()
     assert large["valid_mass"] > 3 * small["valid_mass"] and large["tau"] > small["tau"]
@@ -322,16 +319,15 @@ def answer_05_2():
 
 
 def answer_05_3():
-    """Has H = 2 with B = 1024, trained with `independent`, a τ below 2?
+    """Does H = 2 with B = 1024, trained with `independent`, have a τ below 2?
 
-    Yes: about 1.7 after 80 steps, against 3 for H = 4. Two functions count the evidence twice; and
-    here, too, the bucket mates keep it below H.
+    Yes: about 1.7 after 80 steps, against 3 for H = 4. Two functions count the evidence twice, and
+    here, too, bucket mates keep τ below H.
     """
     corpus = course.corpus("bpe:1024")
     model = course.small(corpus.tokenizer, num_hashes=2, num_buckets=1024)
     list(course.fit(model, corpus.training, 80, learning_rate=3e-3, objective="independent"))
-    sizes = torch.ones(len(corpus.tokenizer))
-    measured = train.evaluate(model, corpus.held_out, sizes, contextlib.nullcontext, 8192)
+    measured = course.quality(model, corpus)
     assert 1.4 < measured["tau"] < 2
     return {"tau": measured["tau"], "perplexity": measured["perplexity"]}
 
@@ -343,7 +339,7 @@ def answer_06_1():
     """True probabilities 1/2, 1/4, 1/4; H = 4, learned perfectly, no bucket mates: at τ = 1?
 
     The scores are 4 log p, so P is p⁴ renormalised: 16/18, 1/18, 1/18, that is 0.889, 0.056, 0.056.
-    τ = H = 4 makes them true again.
+    τ = H = 4 restores the true ones.
     """
     scores = 4 * torch.tensor([0.5, 0.25, 0.25]).log()  # (V,)
     sharp = scores.softmax(0)
@@ -358,15 +354,14 @@ def answer_06_2():
 
     At temperature 1 about 760 on average and 3,100 at most, but a single one at 8% of the
     positions; at 1.2 twice as many, because temperature comes first and fattens the tail. Top-k 40
-    leaves 40 always: far fewer where the model is unsure, 39 too many where it is sure.
+    always leaves 40: far fewer than top-p where the model is unsure, 39 too many where it is sure.
     """
     model, _ = course.shipped()
-    x, _ = train.batch(course.corpus().held_out, seed=0, step=0, rows=4, length=256)
+    x, _ = batch(course.corpus().held_out, seed=0, step=0, rows=4, length=256)
     logits = model.log_probs(x).flatten(0, 1)  # (M, V)
     found = {}
     for temperature in (1.0, 1.2):
-        weights, _ = mhf.sampling_weights(logits, temperature, top_p=0.9)
-        kept = (weights > 0).sum(-1)  # (M,)
+        kept = (mhf.sampling_probs(logits, temperature, top_p=0.9) > 0).sum(-1)  # (M,)
         found[temperature] = {"mean": kept.float().mean().item(), "most": kept.max().item()}
         found[temperature]["one token"] = (kept == 1).float().mean().item()
     assert abs(found[1.0]["mean"] - 760) < 40 and abs(found[1.0]["one token"] - 0.08) < 0.01
@@ -376,25 +371,25 @@ def answer_06_2():
 
 @torch.no_grad()
 def answer_06_3():
-    """One τ for the surer half of the positions, one for the other: which is larger, and why?
+    """One τ for the more confident half of the positions, one for the other: which is larger?
 
-    The surer half wants the larger τ. There the true token is likely, it outweighs its bucket
-    mates, and its score grows like H log p (slope 4 in tutorial 05). Where all tokens are unlikely,
-    mates weigh more, the slope is smaller, and so is the sharpening that τ repairs.
+    The more confident half needs the larger τ. There the true token is likely, it outweighs its
+    bucket mates, and its score grows like H log p (slope 4 in tutorial 05). Where all tokens are
+    unlikely, mates weigh more, the slope is smaller, and so is the sharpening that τ repairs.
     """
     corpus = course.corpus("bpe:1024")
     model = course.small(corpus.tokenizer, objective="independent")
     with torch.enable_grad():
         list(course.fit(model, corpus.training, 100, learning_rate=3e-3))
-    x, y = train.batch(corpus.held_out, 1, 0, 64, 128)
-    scores, targets = model.scores(x).flatten(0, 1), y.flatten()  # (M, V), (M,)
-    tau = train.fit_calibration(scores, targets)
+    x, y = batch(corpus.held_out, 1, 0, 64, 128)
+    scores, targets = model.token_scores(model(x)).flatten(0, 1), y.flatten()  # (M, V), (M,)
+    tau = fit_calibration(scores, targets)
     confidence = (scores / tau).softmax(-1).amax(-1)  # (M,)
     sure = confidence > confidence.median()
     found = {"all": tau}
-    for name, half in (("surer half", sure), ("other half", ~sure)):
-        found[name] = train.fit_calibration(scores[half], targets[half])
-    assert found["surer half"] > found["all"] > found["other half"]
+    for name, half in (("confident half", sure), ("other half", ~sure)):
+        found[name] = fit_calibration(scores[half], targets[half])
+    assert found["confident half"] > found["all"] > found["other half"]
     return found
 
 
@@ -404,8 +399,8 @@ def answer_06_3():
 def answer_07_1():
     """What do a million new tokens cost the standard model of the pair, and the largest one?
 
-    One row of D each: 64 million and 2,048 million parameters. The MultiHashFormer: none. It
-    stores H ids for each token, in the published format 8 bytes each, and nothing learns there.
+    One row of D each: 64 million and 2,048 million parameters. They cost the MultiHashFormer none.
+    It stores H ids for each token, in the published format 8 bytes each, which are not trained.
     """
     config = mhf.Config(vocab_size=1024, hidden_size=64, num_hidden_layers=2, model="standard")
     model = mhf.Transformer(config)
@@ -421,15 +416,15 @@ def answer_07_1():
 def answer_07_2():
     """What becomes of the mass of new tokens at τ = 1 and τ = 2?
 
-    It is smaller at 1 and larger at 2. τ divides all differences of scores: the larger, the more
-    even the distribution, and the new tokens are among the many with low scores.
+    It is smaller at 1 and larger at 2. τ divides all differences of scores: the larger τ is, the
+    more even is the distribution, and the new tokens are among the many with low scores.
     """
     model, tokenizer = course.shipped()
     text, V = "\n".join(course.django("ar")), len(tokenizer)
     bigger = course.extended(tokenizer, text, 512)
     model.expand([bigger.token_bytes(i) for i in range(V, len(bigger))])
     ids = torch.tensor(course.corpus().held_out[:512].astype(int)).view(2, 256)  # (N, T)
-    scores = model.scores(ids)  # (N, T, V + 512)
+    scores = model.token_scores(model(ids))  # (N, T, V + 512)
     mass = [(scores / t).softmax(-1)[..., V:].sum(-1).mean().item() for t in (1, 1.24, 2)]
     assert mass[0] < mass[1] < mass[2]
     return mass
@@ -438,25 +433,21 @@ def answer_07_2():
 def answer_07_3():
     """The mass of new tokens after 20 and 100 steps, and without training?
 
-    Without training less than a tenth: with tied weights and an adapter that starts as the identity
-    the model expects the token just read to come again. What it leaves for others is shared
-    evenly, a third of it for the new third of the vocabulary. After 20 and 100 steps the repeating
-    is unlearned, and the newcomers have about their share, or more. The shipped model, after
+    Without training far less than their share: with tied weights and an adapter that starts as the
+    identity, the model expects the token just read to come again. It spreads the rest evenly, a
+    third of it over the new third of the vocabulary. After 20 and 100 steps it has unlearned the
+    repeating, and the new tokens have about their share, or more. The shipped model, after
     thousands of steps, gives them a fifth of it.
     """
     corpus = course.corpus("bpe:1024")
     old, text = corpus.tokenizer, "\n".join(course.django("ar") + course.django("hi"))
     grown = course.extended(old, text, 512)
     ids = torch.tensor(corpus.held_out[:1024].astype(int)).view(8, 128)  # (N, T)
-    shape = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=192, bottle_neck_dim=32)
-    start = dict(adapter_init="identity", table_initializer_range=0.08, objective="exact")
-    ends = dict(vocab_size=1024, max_position_embeddings=128, pad_token_id=old.eot)
     mass = {}
     for steps in (0, 20, 100):
-        torch.manual_seed(0)
-        model = train.build_model(mhf.Config(num_buckets=256, **shape, **start, **ends), old)
-        for _ in course.fit(model, corpus.training, steps, learning_rate=4e-3):
-            pass
+        model = course.small(old, num_buckets=256)
+        if steps:
+            list(course.fit(model, corpus.training, steps, learning_rate=4e-3))
         with torch.no_grad():
             model.expand([grown.token_bytes(i) for i in range(len(old), len(grown))])
             mass[steps] = model.log_probs(ids)[..., len(old) :].exp().sum(-1).mean().item()
@@ -485,12 +476,10 @@ def answer_08_1():
 def answer_08_2():
     """Does the share of plurals that are nearer go up if "the" stands before each word?
 
-    By less than a point, at the penultimate layer: no change that counts. What "the" adds to all
-    states alike, centring takes away again.
+    By less than a point, at the penultimate layer: no change that counts. "The" adds the same to
+    all states, and centring removes it.
     """
-    model, tokenizer = course.shipped()
-    text = tokenizer.decode(course.corpus().training[:])
-    counts = Counter(word.lower() for word in re.findall(r"[^\W\d_]+", text))
+    (model, tokenizer), counts = course.shipped(), course.word_counts(course.corpus())
     known = {w for w, n in counts.items() if n >= 5 and len(tokenizer.encode(" " + w)) == 1}
     plurals = [(w, w + "s") for w in counts if {w, w + "s"} <= known and len(w) > 2]
 
@@ -515,14 +504,13 @@ def answer_08_3():
     """Do words that share a token look alike for that reason alone?
 
     Yes. In an untrained model words that share one of their two tokens have a cosine of about a
-    half at the input, those that share none about 0: half of the mean vector is the same. So
-    likeness of words of several tokens may be spelling, not meaning.
+    half at the input, those that share none about 0: half of the mean vector is the same. So the
+    likeness of words of several tokens may come from their spelling, not their meaning.
     """
     model, tokenizer = course.shipped()
     torch.manual_seed(0)
     untrained = mhf.MultiHashFormer(model.config, model.signatures).eval()
-    text = tokenizer.decode(course.corpus().training[: 2**18])
-    counts = Counter(word.lower() for word in re.findall(r"[^\W\d_]+", text))
+    counts = course.word_counts(course.corpus())
     words = [w for w in counts if len(tokenizer.encode(" " + w)) == 2][:400]
     states = course.word_states(untrained, tokenizer, words)["input"]  # (W, D)
     unit = F.normalize(states - states.mean(0), dim=-1)  # (W, D)
@@ -557,7 +545,7 @@ def answer_09_1():
 def losses(model, ids, starts, T=256):
     """−log P of the T tokens behind each start (windows, T)."""
     rows = []
-    for x, y in zip(*train.windows(ids, starts, T)):  # (T,), (T,)
+    for x, y in zip(*windows(ids, starts, T)):  # (T,), (T,)
         log_p = model.log_probs(x.unsqueeze(0))[0]  # (T, V)
         rows.append(-log_p.gather(-1, y.unsqueeze(-1))[:, 0])  # (T,)
     return torch.stack(rows).numpy()
@@ -567,19 +555,19 @@ def answer_09_2():
     """Measured on the second half of each window only: the loss, and a comparison?
 
     The first four tokens of a window cost half a nat more than the mean of all. But they are few,
-    so that the loss of the second halves is hardly lower than that of whole windows: this model
-    makes little of a long context. The comparison with the rounded model hardly changes. Say how
-    it was measured, and do the same for both.
+    so the loss of the second halves is hardly lower than that of whole windows: this model makes
+    little of a long context. The comparison with the rounded model hardly changes. Say how you
+    measured, and measure both models in the same way.
     """
     model, _ = course.shipped()
-    ids, windows = course.corpus().held_out[:], np.arange(0, 160, 8) * 256
+    ids, starts = course.corpus().held_out, np.arange(0, 160, 8) * 256
     start = losses(model, ids, np.arange(299) * 256, 4).mean()
-    first = losses(model, ids, windows)  # (windows, T)
+    first = losses(model, ids, starts)  # (windows, T)
     for p in model.parameters():
         if p.dim() == 2:
             step = p.abs().amax(-1, keepdim=True) / 15
             p.copy_((p / step).round() * step)
-    second, half = losses(model, ids, windows), first.shape[1] // 2
+    second, half = losses(model, ids, starts), first.shape[1] // 2
     whole, late = first.mean(), first[:, half:].mean()
     costs = (second - first).mean(), (second - first)[:, half:].mean()
     assert start > whole + 0.3 and abs(whole - late) < 0.1 and abs(costs[0] - costs[1]) < 0.03
@@ -589,9 +577,9 @@ def answer_09_2():
 def answer_09_3():
     """Multiple choice with wrong lines from the same scene: how much accuracy is left?
 
-    It falls, of 100 items by 8, which is not beyond its error, and stays well above the quarter
-    that luck gives. So the gain does not only tell the scene by its
-    people and things: lines of the same scene have these, too. A surer answer needs more items.
+    It falls by 8 of 100 items, which is within the error, and stays well above the quarter that
+    luck gives. So the gain does not only recognise the scene by its people and things: lines of the
+    same scene have these, too. A surer answer needs more items.
     """
     model, tokenizer = course.shipped()
     lines = tokenizer.decode(course.corpus().held_out[:]).split("\n")

@@ -1,14 +1,16 @@
 """The claims of the paper, and a few of ours: what is trained for each, judged and drawn.
 
-`experiments.py` trains and measures; a *result* is what it writes into results/NAME.json. A verdict
-is made from a result by code:
+`experiments.py` trains and measures; a *result* is what it writes into results/NAME.json. The
+verdicts follow from a result by code:
 
 * better or worse: every seed of one variant is beyond every seed of the other. Three seeds against
-  three do that by chance in 5 of 100 cases, and there are dozens of comparisons here; so a verdict
-  is a hint with figures beside it, not a proof.
-* no change: the change from one measure to another of the same run, in every seed, within a margin
-  that is named.
+  three differ like this by chance in one comparison of ten, and there are dozens of comparisons
+  here: a verdict is a hint with figures beside it, not a proof.
+* no change: in every seed, the change from one measure to another of the same run is within a
+  margin that is named.
 * everything else is open, and so is every verdict from fewer than three seeds.
+
+The docstring of an experiment is its paragraph in results/README.md.
 """
 
 import math
@@ -104,19 +106,18 @@ def say_change(ratios):
     return f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
-def bars(axis, result, name, ylabel, names=None, scale=1, zoom=True):
-    """A bar for the mean of each variant and a dot for each seed; zoom: not from 0."""
+def bars(axis, result, name, ylabel, names=None):
+    """A bar for the mean of each variant and a dot for each seed; the axis does not start at 0."""
     names, every = names or labels(result), []
     for i, label in enumerate(names):
-        y = [scale * v for v in values(result, label, name)]
+        y = values(result, label, name)
         axis.bar(i, mean(y), color=course.SKY, width=0.7)
         axis.plot([i] * len(y), y, "o", color=course.BLACK, markersize=4)
         every += y
     axis.set_xticks(range(len(names)), names)
     axis.set_ylabel(ylabel)
-    if zoom:
-        room = max(every) - min(every) or max(every) / 10
-        axis.set_ylim(min(every) - room / 2, max(every) + room / 4)
+    room = max(every) - min(every) or max(every) / 10
+    axis.set_ylim(min(every) - room / 2, max(every) + room / 4)
 
 
 def perplexities(axis, label="held-out perplexity, calibrated"):
@@ -152,6 +153,10 @@ class Experiment:
 
 
 class OneId(Experiment):
+    """Models with one, two and four hash functions, each with tables of three sizes, all with the
+    paper's objective. If several ids only stood for a larger table, one function with many buckets
+    would do as well as four with few."""
+
     claim = "One id a token is not enough; four are, whatever the number of buckets"
     paper = "LAMBADA with one id 4.29, 14.30 at best (B 16K); with four about 30 at every B"
     shares = {"V/8": 1 / 8, "V/4": 1 / 4, "V/2": 1 / 2}
@@ -216,8 +221,12 @@ class OneId(Experiment):
 
 
 class Size(Experiment):
+    """MultiHashFormers with the paper's two settings, H3 (about as many table rows as tokens) and
+    H4 (twice as many), beside a standard model and a deeper one, to which layers were added until
+    it has at least the parameters of H4. All of this at two sizes and with two objectives."""
+
     claim = "Better than a standard and a deeper standard model, the more so the larger"
-    paper = "at 100M, 1B and 3B ahead of both on the mean of ten tasks"
+    paper = "at 100M, 1B and 3B parameters ahead of both, on the mean of ten tasks"
 
     def variants(self, scale):
         found = {}
@@ -272,6 +281,9 @@ class Size(Experiment):
 
 
 class Lsh(Experiment):
+    """Four functions, of which none, one, two, three or all are locality-sensitive, so that tokens
+    with a similar spelling share buckets."""
+
     claim = "Locality-sensitive functions give no steady gain"
     paper = "LAMBADA 30.91, …, 31.40, 31.36 with 0 … 4 of 4 functions locality-sensitive"
 
@@ -280,14 +292,12 @@ class Lsh(Experiment):
         return {f"{n} of 4": scale.mhf(4, 1 / 4, **lsh[n]) for n in range(5)}
 
     def judge(self, result):
-        for name, percent, sign, what in (
-            ("last_word_bits", False, -1, "bits of a last word"),
-            ("bits_per_byte", False, -1, "bits a byte"),
-        ):
+        panels = (("last_word_bits", "bits of a last word"), ("bits_per_byte", "bits a byte"))
+        for name, what in panels:
             found = [values(result, label, name) for label in labels(result)]
-            gains = [[sign * c for c in changes(found[0], v)] for v in found[1:]]
+            gains = [[-c for c in changes(found[0], v)] for v in found[1:]]
             held = [within(g, 0.01) for g in gains]
-            text = ", ".join(say(v, percent) for v in found)
+            text = ", ".join(map(say, found))
             yield (
                 False if False in held else None if None in held else True,
                 f"no gain above 1 % in {what} with 0 … 4: {text}",
@@ -303,6 +313,9 @@ class Lsh(Experiment):
 
 
 class Objective(Experiment):
+    """The same H4 with each of the three objectives, beside a standard model. Perplexities are
+    calibrated: each model has its own τ, fitted on held-out text."""
+
     claim = "Training the renormalised probability itself (ours: exact, joint)"
     paper = "an option in the authors' code; no figures"
 
@@ -349,8 +362,12 @@ class Objective(Experiment):
 
 
 class Calibration(Experiment):
+    """The τ that fits held-out text best, for one, two and four functions. The paper trains each
+    function by itself. Each then gives a token's id about the token's own probability, so that the
+    product of H of them is about its H-th power."""
+
     claim = "A product of H distributions is about H times too sharp (ours: τ repairs it)"
-    paper = "no calibration"
+    paper = "probabilities are used as they are, without calibration"
 
     def variants(self, scale):
         many = OneId().variants(scale)
@@ -394,6 +411,10 @@ class Calibration(Experiment):
 
 
 class Growth(Experiment):
+    """A model trained on English gets half a vocabulary more, for three other languages, and is
+    trained further, half on their text and half on English. It is measured before, right after the
+    expansion and after the training, with τ fitted for each text and stage."""
+
     claim = "New tokens without new parameters, and nothing lost in the old language"
     paper = "32K → 48K tokens: no new parameter, English as before"
     kind = "growth"
@@ -456,6 +477,9 @@ class Growth(Experiment):
 
 
 class RareWords(Experiment):
+    """The cosine of the states of two words, at three depths of the model, beside human judgements
+    of how similar the words are. Both words of a pair occur in the training text."""
+
     claim = "Similarity of rare words: best at the last layer but one, above the standard model"
     paper = "Spearman 0.32 at the penultimate layer (Card-660)"
     kind = "words"
@@ -518,8 +542,11 @@ class RareWords(Experiment):
 
 
 class EqualTime(Experiment):
+    """The slower a step, the fewer steps a model makes, with a whole learning rate schedule for
+    them: every model trains about as long as the fastest."""
+
     claim = "Quality for the same time, not only for the same steps (ours)"
-    paper = "compares at equal steps"
+    paper = "models are compared at equal steps"
     equal_time = True
 
     def variants(self, scale):

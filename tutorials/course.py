@@ -14,31 +14,33 @@ from pathlib import Path
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # mhf.py, train.py, support/
+
+import mhf
+import train
+from support.cache import Archive, fetch, fetched
+from support.data import batch, prepare
+from support.evaluate import evaluate, share_right
+from support.tokenizer import Tokenizer
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # mhf.py and train.py stand there
-
-import mhf  # noqa: E402
-import train  # noqa: E402
-
 CHECKPOINT = ROOT / "tutorials" / "checkpoint"  # small, trained; the demo opens with it, too
 
 # ---------------------------------------------------------------------------------------------
 # Data
 # ---------------------------------------------------------------------------------------------
 
-DJANGO = train.Archive(
+DJANGO = Archive(
     "Django==5.2.8",
     "django-5.2.8-py3-none-any.whl",
     "37e687f7bd73ddf043e2b6b97cfe02fcbb11f2dbb3adccc6a2b18c6daa054d7f",
     "8 MB, a web framework whose sentences are translated into many languages",
-    "put it into {cache}",
 )
-GENSIM = train.Archive(
+GENSIM = Archive(
     "gensim==4.4.0",
     "gensim-4.4.0.tar.gz",
     "a3f5b626da5518e79a479140361c663089fe7998df8ba52d56e1ded71ac5bdf5",
     "23 MB, a library whose tests hold human judgements of similarity",
-    "put it into {cache}, or name a file of your own",
 )
 SIMILARITIES = {"wordsim353": "wordsim353.tsv", "simlex999": "simlex999.txt"}
 
@@ -59,7 +61,7 @@ build_wheel, __legacy__ = None, sys.modules[__name__]
 
 
 def fetch_source(archive, folder):
-    """`train.fetch` for a source distribution (.tar.gz)."""
+    """`fetch` for a source distribution (.tar.gz)."""
     name, version = archive.requirement.split("==")
     stub = folder / "stub"
     (stub / "setuptools").mkdir(parents=True)
@@ -67,7 +69,7 @@ def fetch_source(archive, folder):
     backend = BACKEND.format(name=name, version=version)
     (stub / "setuptools" / "build_meta.py").write_text(backend, encoding="utf-8")
     flags = "--no-binary=:all:", "--no-build-isolation"
-    train.fetch(archive, folder, *flags, PYTHONPATH=str(stub))
+    fetch(archive, folder, *flags, PYTHONPATH=str(stub))
 
 
 def read_po(text):
@@ -92,7 +94,7 @@ def read_po(text):
 
 def django(language):
     """User-interface sentences of Django in a language (ar, hi, zh_Hans, en, …), each once."""
-    with train.fetched(DJANGO) as path, zipfile.ZipFile(path) as archive:
+    with fetched(DJANGO) as path, zipfile.ZipFile(path) as archive:
         there = re.compile(r".*/locale/([^/]+)/LC_MESSAGES/django\.po$")
         names = {n: m[1] for n in sorted(archive.namelist()) if (m := there.match(n))}
         if language != "en" and language not in names.values():
@@ -130,8 +132,8 @@ def read_similarities(text, name="the text"):
 def similarities(name):
     """Human judgements of similarity: wordsim353, simlex999, or the path of a file like them."""
     if name not in SIMILARITIES:
-        return read_similarities(train.read_text(name), name)
-    with train.fetched(GENSIM, fetch_source) as path, tarfile.open(path) as archive:
+        return read_similarities(Path(name).read_text(encoding="utf-8-sig"), name)
+    with fetched(GENSIM, fetch_source) as path, tarfile.open(path) as archive:
         file = archive.extractfile(f"gensim-4.4.0/gensim/test/test_data/{SIMILARITIES[name]}")
         return read_similarities(file.read().decode("utf-8"), name)
 
@@ -139,10 +141,6 @@ def similarities(name):
 # ---------------------------------------------------------------------------------------------
 # Models
 # ---------------------------------------------------------------------------------------------
-
-
-def device_of(model):
-    return model.model.embed_tokens.weight.device
 
 
 def text_of(tokenizer, ids):
@@ -153,44 +151,44 @@ def text_of(tokenizer, ids):
 
 def shipped():
     """The small trained model that comes with the project, and its tokenizer."""
-    model = mhf.load(CHECKPOINT).requires_grad_(False)
-    return model, mhf.Tokenizer.load(CHECKPOINT)
+    return mhf.load(CHECKPOINT).requires_grad_(False), Tokenizer.load(CHECKPOINT)
 
 
-def corpus(tokenizer=str(CHECKPOINT / "tokenizer.tiktoken"), data=None):
-    """Shakespeare (or other data), split and tokenised as train.py does."""
-    return train.prepare(train.Settings(data=data, tokenizer=tokenizer))
+def corpus(tokenizer=str(CHECKPOINT), paths=None):
+    """Shakespeare (or other text), split and tokenised as train.py does."""
+    return prepare(paths, tokenizer)
 
 
 def small(tokenizer, seed=0, **settings):
-    """An untrained model that learns something in seconds; settings: fields of mhf.Config."""
+    """An untrained model that learns something in seconds; settings: fields of mhf.Config.
+
+    The parts are initialised as in preset tiny; model="standard" gives the standard model.
+    """
     size = dict(hidden_size=64, intermediate_size=192, bottle_neck_dim=32, num_buckets=512)
     shape = dict(num_hidden_layers=2, max_position_embeddings=128)
-    config = mhf.Config.preset("tiny", **(size | shape | settings))
-    shared = config.shares_signatures
-    signatures = mhf.SignatureTable(config.num_hashes, config.num_buckets, config.num_lsh, shared)
-    signatures.extend(tokenizer.all_bytes(), tokenizer.eot)
+    vocabulary = dict(vocab_size=len(tokenizer), pad_token_id=tokenizer.eot)
+    config = mhf.Config.preset("tiny", **(size | shape | vocabulary | settings))
     torch.manual_seed(seed)
-    return mhf.MultiHashFormer(config, signatures)
+    return train.build_model(config, tokenizer)
 
 
 def extended(tokenizer, text, size):
     """A tokenizer with `size` more tokens, which a byte-pair encoding of the text finds.
 
     The old tokens keep their ids and are merged first; no new one is ASCII, so that English is cut
-    as before. The new tokens take the ids behind.
+    as before. The new tokens take the ids after theirs.
     """
     encoding, wanted = tokenizer.encoding, 257 + size
     old = encoding._mergeable_ranks
     while True:
-        ranks = mhf.Tokenizer.train(text, wanted).encoding._mergeable_ranks
+        ranks = Tokenizer.train([text], wanted).encoding._mergeable_ranks
         new = [t for t in ranks if t not in old and not t.isascii()]
         if len(new) >= size:
             break
         wanted += size - len(new)
     ranks = old | {token: len(tokenizer) + i for i, token in enumerate(new[:size])}
     name = f"{encoding.name}+{size}"
-    return mhf.Tokenizer(name, encoding._pat_str, ranks, encoding._special_tokens)
+    return Tokenizer(name, encoding._pat_str, ranks, encoding._special_tokens)
 
 
 def fit(model, ids, steps, seed=0, learning_rate=1e-3, rows=8, objective=None):
@@ -200,28 +198,41 @@ def fit(model, ids, steps, seed=0, learning_rate=1e-3, rows=8, objective=None):
     rows: sequences of the context's length in a step, of which 8 are in memory at a time. Yields
     (step, loss) of each. The batches are those that train.py would take with this seed.
     """
-    settings, device = train.Settings(steps=steps, learning_rate=learning_rate), device_of(model)
-    optimizer, loss = train.make_optimizer(model, settings, device), train.Loss(model, "lean")
     texts, T = ids if isinstance(ids, list) else [ids], model.config.max_position_embeddings
-    objective, plain = objective or model.config.objective, contextlib.nullcontext
-    scaler = torch.amp.GradScaler(enabled=False)
+    settings = train.Settings(steps=steps, learning_rate=learning_rate)
+    optimizer = train.make_optimizer(model, settings, model.device)
     model.train().requires_grad_(True)
     for step in range(1, steps + 1):
         for group in optimizer.param_groups:
             group["lr"] = train.learning_rate(step, settings)
-        parts = [train.batch(text, seed, step, max(1, rows // len(texts)), T) for text in texts]
-        x, y = (torch.cat(part).to(device) for part in zip(*parts))  # (rows, T)
-        optimizer.zero_grad(set_to_none=True)
-        total = train.accumulate(loss, x, y, objective, 8, plain, scaler)
+        parts = [batch(text, seed, step, max(1, rows // len(texts)), T) for text in texts]
+        x, y = (torch.cat(part).to(model.device) for part in zip(*parts))  # (rows, T)
+        optimizer.zero_grad()
+        total = 0.0
+        for some_x, some_y in zip(x.split(8), y.split(8)):
+            loss = model.loss(some_x, some_y, objective) * len(some_x) / len(x)
+            loss.backward()
+            total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
         optimizer.step()
-        yield step, total.item()
+        yield step, total
     model.eval().requires_grad_(False)
 
 
 # ---------------------------------------------------------------------------------------------
 # Measures
 # ---------------------------------------------------------------------------------------------
+
+
+def token_sizes(tokenizer):
+    """Bytes of every token (V,)."""
+    return torch.tensor([len(tokenizer.token_bytes(i) or b"") for i in range(len(tokenizer))])
+
+
+def quality(model, corpus, max_tokens=8192):
+    """What support.evaluate finds on held-out text, in float32."""
+    sizes = token_sizes(corpus.tokenizer)
+    return evaluate(model, corpus.held_out, sizes, contextlib.nullcontext, max_tokens)
 
 
 @torch.no_grad()
@@ -235,7 +246,7 @@ def predictions(model, ids, windows=None):
     if windows and windows < len(starts):
         starts = starts[np.linspace(0, len(starts) - 1, windows).astype(int)]
     for start in starts:
-        row = torch.from_numpy(ids[start : start + T + 1]).to(device_of(model))
+        row = torch.from_numpy(ids[start : start + T + 1]).to(model.device)
         yield model.token_scores(model(row[None, :-1])[0]), row[1:]
 
 
@@ -284,17 +295,17 @@ def last_word_results(model, passages, rows=16):
     Tokens that share a signature are equally likely: of k best ones each counts 1/k.
     """
     for start in range(0, len(passages), rows):
-        batch = passages[start : start + rows]
-        length = max(len(context) + len(word) for context, word in batch)
-        # What stands behind a row's end changes nothing before it.
-        ids = [[*context, *word] for context, word in batch]
+        some = passages[start : start + rows]
+        ids = [[*context, *word] for context, word in some]
+        length = max(map(len, ids))
+        # What stands after a row's end changes nothing before it.
         ids = [row + [0] * (length - len(row)) for row in ids]
-        ids = torch.tensor(ids, device=device_of(model))  # (rows, T)
-        for h, row, (context, word) in zip(model(ids), ids, batch):
+        ids = torch.tensor(ids, device=model.device)  # (rows, T)
+        for h, row, (context, word) in zip(model(ids), ids, some):
             end = len(context) + len(word)
             target = row[len(context) : end]  # (len(word),)
             scores = model.token_scores(h[len(context) - 1 : end - 1])  # (len(word), V)
-            right = train.share_right(scores, target).prod().item()
+            right = share_right(scores, target).prod().item()
             scores = scores / model.config.calibration
             yield right, torch.nn.functional.cross_entropy(scores, target, reduction="sum").item()
 
@@ -317,14 +328,16 @@ def word_states(model, tokenizer, words):
     input: the input vectors; penultimate: the output of the last block but one; last: the states
     after the final norm.
     """
-    found = {"input": [], "penultimate": [], "last": []}
-    for word in words:
-        ids = torch.tensor([tokenizer.encode(" " + word)], device=device_of(model))
-        states, outputs = model(ids, return_layers=True)
-        layers = model.embed(ids), outputs[-2], states
-        for name, layer in zip(found, layers):
-            found[name].append(layer[0].mean(0).cpu())  # (D,)
-    return {name: torch.stack(rows) for name, rows in found.items()}
+    ids = [tokenizer.encode(" " + word) for word in words]
+    shape = len(words), model.config.hidden_size
+    found = {name: torch.empty(shape) for name in ("input", "penultimate", "last")}
+    for length in {len(row) for row in ids}:  # words of equally many tokens are read together
+        chosen = [i for i, row in enumerate(ids) if len(row) == length]
+        rows = torch.tensor([ids[i] for i in chosen], device=model.device)  # (words, length)
+        states, outputs = model(rows, return_layers=True)
+        for name, layer in zip(found, (model.embed(rows), outputs[-2], states)):
+            found[name][chosen] = layer.mean(1).cpu()  # (words, D)
+    return found
 
 
 def ranks(values):
@@ -342,7 +355,7 @@ def spearman(x, y):
 
 
 def interval(measure, x, y, draws=1000, seed=0):
-    """95% confidence interval of measure(x, y): the pairs are drawn anew (bootstrap)."""
+    """95% confidence interval of measure(x, y) by resampling the pairs (bootstrap)."""
     rng, x, y = np.random.default_rng(seed), np.asarray(x), np.asarray(y)
     chosen = rng.integers(0, len(x), (draws, len(x)))
     values = [measure(x[i], y[i]) for i in chosen]

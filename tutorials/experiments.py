@@ -1,14 +1,14 @@
-"""Evidence: claims of the paper, measured anew, small enough for a laptop.
+"""Evidence: claims of the paper, measured again, small enough for a laptop.
 
     python tutorials/experiments.py one_id           one claim from end to end; `--help` lists all
     python tutorials/experiments.py all              every one; runs are shared between them
-    python tutorials/experiments.py --readme         write the results into the README's table
+    python tutorials/experiments.py --readme         write the results into results/README.md
     python tutorials/experiments.py lsh --data notes/ --results mine -- --weight_decay 0
     python tutorials/experiments.py size --preset 100m --device cuda --data fineweb-edu.jsonl
 
 An experiment (claims.py says what and why) trains its models with train.py, a run for each variant
 and seed, measures them and writes results/NAME.json and NAME.png. It may be killed at any time: the
-same command goes on. Flags behind -- are train.py's and hold for every run.
+same command goes on. Flags after -- are train.py's and hold for every run.
 """
 
 import argparse
@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -36,6 +37,10 @@ import torch
 from claims import EXPERIMENTS, LANGUAGES, Scale, judged
 from course import ROOT, mhf, train
 
+from support import data
+from support import evaluate as evaluation
+from support.runs import RunFailed, read_json, read_log, read_run, write_text
+
 RESULTS = ROOT / "tutorials" / "results"
 PACKAGES = ("torch", "mmh3", "numpy", "tiktoken", "rustbpe")
 
@@ -47,25 +52,24 @@ PACKAGES = ("torch", "mmh3", "numpy", "tiktoken", "rustbpe")
 
 def loaded(folder, device):
     """(model, corpus, settings) of a finished run."""
-    about = train.read_run(folder)["settings"]
+    about = read_run(folder)["settings"]
     model = mhf.load(folder).to(device).requires_grad_(False)
     return model, course.corpus(about["tokenizer"], about["data"]), about
 
 
 def quality(folder, args):
-    """Held-out numbers, in float32: τ and the rest on the first half of the text, as train.py
-    does it, last words with this τ on the second half; perplexity at τ = 1, too; the curve."""
+    """Held-out numbers, in float32: tau and train.py's measures on the first half of the text, last
+    words with this tau on the second half; perplexity at tau = 1, too; the curve of the run."""
     model, corpus, _ = loaded(folder, args.device)
-    half, words = len(corpus.held_out) // 2, corpus.tokenizer.all_bytes()
+    half, sizes = len(corpus.held_out) // 2, course.token_sizes(corpus.tokenizer)
     first, second = corpus.held_out[:half], corpus.held_out[half:]
-    sizes = torch.tensor([len(token or b"") for token in words])
     how = model, first, sizes, contextlib.nullcontext, args.eval_tokens
-    found, raw = train.evaluate(*how), train.evaluate(*how, tau=1.0)
+    found, raw = evaluation.evaluate(*how), evaluation.evaluate(*how, tau=1.0)
     model.config.calibration = found["tau"]
     window = min(128, model.config.max_position_embeddings)
     passages = course.last_words(second, corpus.tokenizer, window, args.passages)
     right, nats = zip(*course.last_word_results(model, passages))
-    log, size = train.read_log(folder, "perplexity"), model.num_parameters()
+    log, size = read_log(folder, "perplexity"), model.num_parameters()
     return found | {
         "perplexity_at_1": raw["perplexity"],
         "last_word": mean(right),
@@ -82,7 +86,7 @@ def quality(folder, args):
 
 
 def translations(languages):
-    """Training, validation and test sentences: of each language the first 8, a 9th, a last tenth.
+    """Training, validation and test text: of each language's sentences 80, 10 and 10 %.
 
     In blocks, because the forms of one sentence (plurals) stand beside each other.
     """
@@ -95,11 +99,11 @@ def translations(languages):
 
 
 def growth(folder, args):
-    """Half a vocabulary more for new languages, then training on, half of it replay.
+    """Half a vocabulary more for new languages, then further training, half of it on the old text.
 
-    Bits a byte of test texts: before; expanded; after training on; and of the same training
-    without expansion. At each stage each text with a τ of its own, fitted on validation text of its
-    kind: a text that a model has never seen is else measured by how wrong its τ is.
+    Bits per byte of test texts: before, expanded, after the training, and after the same training
+    without expansion. Each text has its own tau at each stage, fitted on validation text of its
+    kind: otherwise a text that the model has never seen would be measured by how wrong tau is.
     """
     found, (new, *held_out) = {"languages": list(args.languages)}, translations(args.languages)
     for stage, expand in (("after", True), ("unexpanded", False)):
@@ -121,17 +125,17 @@ def growth(folder, args):
 
 
 def bits(model, tokenizer, new, old, stage):
-    """Bits a byte of the test texts; new, old: pairs (validation text, test text)."""
+    """Bits per byte of the test texts; new, old: pairs (validation text, test text)."""
     found = {}
     for which, (validation, test) in (("new", new), ("old", old)):
         pairs = zip(*course.predictions(model, np.array(tokenizer.encode(validation)), 16))
-        model.config.calibration = train.fit_calibration(*map(torch.cat, pairs))
+        model.config.calibration = evaluation.fit_calibration(*map(torch.cat, pairs))
         found[f"{which}_{stage}"] = course.bits_per_byte(model, tokenizer, test)
     return found
 
 
 def expanded(model, tokenizer, text, ids):
-    """(tokenizer with half a vocabulary more, whether the old tokens' scores stayed the same)."""
+    """(tokenizer with half a vocabulary more, whether the old tokens' scores are the same)."""
     before, size = [scores for scores, _ in course.predictions(model, ids, 4)], len(tokenizer)
     tokenizer = course.extended(tokenizer, text, size // 2)
     model.expand([tokenizer.token_bytes(i) for i in range(size, len(tokenizer))])
@@ -187,15 +191,18 @@ def common_flags(args):
 def command_line(flags):
     """Flags as train.py's arguments."""
     flags = dict(flags)
-    data = flags.pop("data", None)
-    return [f"--{k}={v}" for k, v in flags.items()] + (["--data", *data] if data else [])
+    paths = flags.pop("data", None)
+    return [f"--{k}={v}" for k, v in flags.items()] + (["--data", *paths] if paths else [])
 
 
 def store(args):
     """The folder of the runs that share these flags."""
     common = common_flags(args) | ({"more": args.more} if args.more else {})
-    key = hashlib.sha256(json.dumps(common, sort_keys=True).encode()).hexdigest()[:8]
-    return Path(args.out) / f"{args.preset}-{key}"
+    return Path(args.out) / f"{args.preset}-{digest(common)}"
+
+
+def digest(value):
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:8]
 
 
 def run_folder(args, flags, seed):
@@ -203,74 +210,69 @@ def run_folder(args, flags, seed):
 
 
 def is_finished(folder):
-    return (folder / "run.json").is_file() and "final" in train.read_run(folder)
+    return (folder / "run.json").is_file() and "final" in read_run(folder)
 
 
 def train_run(args, flags, seed):
     """Train, or go on with, one run in a process of its own."""
     folder = run_folder(args, flags, seed)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    if folder.is_dir():
-        with train.alone(folder, wait=True):  # a process that outlived its parent may be at it
-            pass
     if is_finished(folder):
         return check_source(folder)
     if (folder / "last").is_file():
         chosen = ["--resume", str(folder)]
     else:
-        shutil.rmtree(folder, ignore_errors=True)  # of a start that was killed at once
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed as it started
         own = flags | {"seed": seed, "out": folder.parent, "name": folder.name}
         chosen = command_line(common_flags(args) | own) + args.more
     log = folder.with_suffix(".txt")
+    log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a", encoding="utf-8") as file:
         command = [sys.executable, ROOT / "train.py", *chosen]
         done = subprocess.run(command, stdout=file, stderr=file)
     if not is_finished(folder):
         lines = log.read_text(encoding="utf-8").strip().splitlines() or ["?"]
-        raise ValueError(f"{folder} ended with status {done.returncode} ({lines[-1]}); see {log}")
+        raise RunFailed(f"{folder} ended with status {done.returncode} ({lines[-1]}); see {log}")
 
 
 def check_source(folder):
-    """ValueError if a finished run was made by another mhf.py than the present one."""
-    if train.read_text(folder / "mhf.py") != train.read_text(mhf.__file__):
+    """ValueError if a finished run was made with another mhf.py than the present one."""
+    if (folder / "mhf.py").read_bytes() != Path(mhf.__file__).read_bytes():
         raise ValueError(
             f"{folder} was trained with another mhf.py than the present one: remove it to train "
-            "anew, or name another --out"
+            "it again, or name another --out"
         )
 
 
 def measured(args, kind, label, flags, seed):
-    """The entry of a run in the result: what is known of it and what is measured, once."""
+    """The entry of a run in the result: what is known of it, and what is measured once and kept."""
     torch.set_num_threads(1)
     folder = run_folder(args, flags, seed)
-    settings = {"quality": [args.passages, args.eval_tokens], "words": [args.known, *args.pairs]}
-    settings["growth"] = [args.growth_steps, args.growth_tokens, *args.languages]
-    source = inspect.getsource(MEASURES[kind]) + inspect.getsource(bits)
-    source += train.read_text(course.__file__)
-    key = hashlib.sha256(json.dumps([settings[kind], source]).encode()).hexdigest()[:8]
-    kept = folder / f"measured-{kind}-{key}.json"
+    depends = {"quality": [args.passages, args.eval_tokens], "words": [args.known, *args.pairs]}
+    depends["growth"] = [args.growth_steps, args.growth_tokens, *args.languages]
+    source = [inspect.getsource(part) for part in (MEASURES[kind], bits, course, evaluation)]
+    kept = folder / f"measured-{kind}-{digest([depends[kind], source])}.json"
     if not kept.is_file():
-        train.write_text(kept, json.dumps(MEASURES[kind](folder, args)))
-    last = train.read_log(folder, "loss")[-1]
+        write_text(kept, json.dumps(MEASURES[kind](folder, args)))
+    last = read_log(folder, "loss")[-1]
     about = {"label": label, "seed": seed, "flags": flags, "steps": int(last["step"])}
     about |= {"tokens": int(last["tokens"]), "seconds": round(last["seconds"], 1)}
-    return about | json.loads(kept.read_text(encoding="utf-8"))
+    return about | read_json(kept)
 
 
 def untrained(args, flags):
-    """A run that keeps no files, to time its steps."""
+    """A run without files, to time its steps."""
     given = train.parse(command_line(common_flags(args) | flags) + args.more)
-    settings, fields = train.settings_of(given)
-    corpus = train.prepare(settings)
+    settings, fields = train.split_flags(given)
+    corpus = data.prepare(settings.data, settings.tokenizer)
     fields = {"vocab_size": len(corpus.tokenizer), "pad_token_id": corpus.tokenizer.eot} | fields
-    config = mhf.Config.preset(settings.preset, settings.extra_layers, **fields)
-    return train.Run(settings, config, corpus, None)
+    return train.Run(settings, mhf.Config.preset(settings.preset, **fields), corpus, None)
 
 
 def costs(args, variants):
     """What a step of each variant costs, a step of the standard model being 1; measured once.
 
-    All in turn, the median of several rounds. Rounded, so that it decides on steps in tens.
+    The variants take turns; the median of several rounds counts. Rounded, so that it decides on
+    steps in tens.
     """
     path = store(args) / "costs.json"
     if not path.is_file():
@@ -285,8 +287,8 @@ def costs(args, variants):
         middle = {label: median(s) for label, s in seconds.items()}
         found = {k: round(v / middle["standard"], 2) for k, v in middle.items()}
         path.parent.mkdir(parents=True, exist_ok=True)
-        train.write_text(path, json.dumps(found))
-    return json.loads(path.read_text(encoding="utf-8"))
+        write_text(path, json.dumps(found))
+    return read_json(path)
 
 
 def variants(args, name):
@@ -296,24 +298,23 @@ def variants(args, name):
     if not experiment.equal_time:
         return found
     cost = costs(args, found)
-    least = min(cost.values())
-    steps = {k: max(1, round(args.steps * least / c, -1)) for k, c in cost.items()}
-    return {k: f | ({"steps": int(steps[k])} if steps[k] != args.steps else {})
-            for k, f in found.items()}  # fmt: skip
+    for label, flags in found.items():
+        steps = max(1, round(args.steps * min(cost.values()) / cost[label], -1))
+        if steps != args.steps:
+            found[label] = flags | {"steps": int(steps)}
+    return found
 
 
 def estimate(args, work):
-    """Seconds that the unfinished runs will take: one step of each kind is made and timed."""
+    """Seconds that the unfinished runs will take: two steps of each kind are made and timed."""
     speed, total = {}, 0.0
     for name, kind, label, flags, seed in work:
-        folder = run_folder(args, flags, seed)
-        if is_finished(folder):
+        if is_finished(run_folder(args, flags, seed)):
             continue
         if (key := f"{name} {label}") not in speed:
             run = untrained(args, flags)
             run.advance()
-            run.advance()
-            speed[key] = run.seconds / 2
+            speed[key] = run.advance()["seconds"] / 2
         steps = flags.get("steps", args.steps)
         total += speed[key] * (1.3 * steps + (3 * args.growth_steps if kind == "growth" else 0))
     return total / args.jobs
@@ -348,7 +349,7 @@ def rounded(value):
 def write_result(args, name, runs):
     """results/NAME.json and NAME.png; prints the verdicts."""
     experiment = EXPERIMENTS[name]
-    about = train.read_run(run_folder(args, runs[0]["flags"], runs[0]["seed"]))
+    about = read_run(run_folder(args, runs[0]["flags"], runs[0]["seed"]))
     versions = {"python": platform.python_version()} | {p: version(p) for p in PACKAGES}
     result = {
         "name": name,
@@ -359,7 +360,7 @@ def write_result(args, name, runs):
         "machine": machine() | {"threads_per_run": 1, "jobs": args.jobs},
         "versions": versions | {"torch": about["torch"]},
         "data": f"{about['data']} ({about['data_hash']})",
-        "settings": settings_of(args) | {"precision": about["precision"]},
+        "settings": settings_of(args) | {"precision": about["settings"]["precision"]},
         "languages": list(args.languages),
         "runs": runs,
     }
@@ -370,7 +371,7 @@ def write_result(args, name, runs):
     result["verdicts"] = judged(result)
     args.results.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1, ensure_ascii=False)
-    train.write_text(args.results / f"{name}.json", text + "\n")
+    write_text(args.results / f"{name}.json", text + "\n")
     draw(args.results / f"{name}.json")
     for verdict in result["verdicts"]:
         print(f"  {WORDS[verdict['held']]}: {verdict['text']}")
@@ -385,7 +386,7 @@ def check_results(args):
     for name in args.names:
         path = args.results / f"{name}.json"
         if path.is_file():
-            before = json.loads(path.read_text(encoding="utf-8"))["settings"]
+            before = read_json(path)["settings"]
             differing = [k for k, v in settings_of(args).items() if before.get(k) != v]
             if differing:
                 raise ValueError(
@@ -396,7 +397,7 @@ def check_results(args):
 
 def draw(path):
     """The picture of a result file, beside it."""
-    result, plt = json.loads(path.read_text(encoding="utf-8")), course.pyplot()
+    result, plt = read_json(path), course.pyplot()
     figure = EXPERIMENTS[result["name"]].draw(plt, result)
     figure.savefig(path.with_suffix(".png"), metadata={"Software": None})
     plt.close(figure)
@@ -407,36 +408,43 @@ MARKS = "<!-- evidence, written by tutorials/experiments.py --readme -->", "<!--
 
 
 def table(folder):
-    """The claims and what came of them, in Markdown, from the result files."""
-    files = [folder / f"{name}.json" for name in EXPERIMENTS]
-    results = [json.loads(f.read_text(encoding="utf-8")) for f in files if f.is_file()]
-    size = [run["parameters"] / 1e6 for r in results for run in r["runs"] if "parameters" in run]
+    """The claims and what came of them, in Markdown, from the result files: lines."""
+    results = [read_json(f) for name in EXPERIMENTS if (f := folder / f"{name}.json").is_file()]
     if results:
-        first = results[0]
-        yield (
-            f"`python tutorials/experiments.py all`, {first['machine']['cpu']}, a thread for each "
-            f"run, torch {first['versions']['torch']}, {first['settings']['precision']}, "
-            f"{first['data']}, {first['runs'][0]['tokens']:,} tokens a run, "
-            f"{min(size):.1f} to {max(size):.1f} million parameters, {first['date']}:"
-        )
-        yield ""
-    yield "| | here, mean (lowest to highest) over the seeds |"
-    yield "|---|---|"
+        yield made_with(results)
     for result in results:
-        link = f"tutorials/results/{result['name']}"
-        links = f"[figures]({link}.json), [picture]({link}.png)"
-        yield f"| **claim** | **{result['claim']}.** Paper: {result['paper']}. {links} |"
-        for v in result["verdicts"]:
-            yield f"| {WORDS[v['held']]} | {v['text']} |"
+        name, experiment = result["name"], EXPERIMENTS[result["name"]]
+        count = Counter(WORDS[v["held"]] for v in result["verdicts"])
+        counts = ", ".join(f"{count[word]} {word}" for word in WORDS.values())
+        yield from ("", f"### {result['claim']}", "")
+        yield f"{' '.join(inspect.getdoc(experiment).split())} In the paper: {experiment.paper}."
+        yield f"Of the verdicts below, {counts}. All figures are in [{name}.json]({name}.json)."
+        yield from ("", f"![{result['claim']}]({name}.png)", "")
+        yield from ("| | here, mean (lowest to highest) over the seeds |", "|---|---|")
+        yield from (f"| {WORDS[v['held']]} | {v['text']} |" for v in result["verdicts"])
 
 
-def write_readme(folder, path):
-    """Put the table between its marks in the README."""
-    text = train.read_text(path)
-    before, rest = text.split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    new = "\n".join([MARKS[0], *table(folder), MARKS[1]])
-    train.write_text(Path(path), before + new + after)
+def made_with(results):
+    """Machine, data and sizes, in a sentence; the first result speaks for all."""
+    first, settings = results[0], results[0]["settings"]
+    sizes = [run["parameters"] / 1e6 for r in results for run in r["runs"] if "parameters" in run]
+    size = f", {min(sizes):.1f} to {max(sizes):.1f} million parameters" if sizes else ""
+    return (
+        f"Made with `python tutorials/experiments.py all` on {first['date']}: "
+        f"{first['machine']['gpu'] or first['machine']['cpu']}, a thread for each run, "
+        f"torch {first['versions']['torch']}, {settings['precision']}; {first['data']}, "
+        f"{settings['tokenizer']}, {first['runs'][0]['tokens']:,} tokens a run{size}."
+    )
+
+
+def write_readme(path):
+    """Put the table between its marks in README.md, from the result files beside it."""
+    if not (lines := list(table(path.parent))):
+        raise ValueError(f"{path.parent} has no result files")
+    text = path.read_text(encoding="utf-8") if path.is_file() else "\n".join(MARKS) + "\n"
+    before, _, rest = text.partition(MARKS[0])
+    new = "\n".join([MARKS[0], *lines, MARKS[1]])
+    write_text(path, before + new + rest.partition(MARKS[1])[2])
 
 
 # ---------------------------------------------------------------------------------------------
@@ -459,8 +467,8 @@ def parse(argv):
     )
     add = parser.add_argument
     add("names", nargs="*", metavar="NAME", help="one or several of the list below, or all")
-    add("--readme", action="store_true", help="write the result files into the README's table")
-    add("--draw", action="store_true", help="draw the pictures of the result files anew")
+    add("--readme", action="store_true", help="write the README.md of the result files")
+    add("--draw", action="store_true", help="draw the pictures of the result files again")
     add("--preset", default="tiny", choices=["tiny", "100m"], help="default tiny")
     add("--device", default="cpu", help="cpu (default), cuda, cuda:N, mps")
     add("--vocab_size", type=int, help="V of the tokenizer (default 4,096; 32,768 above tiny)")
@@ -489,7 +497,7 @@ def parse(argv):
         if name not in EXPERIMENTS:
             raise ValueError(f"there is no experiment {name!r}; there are {', '.join(EXPERIMENTS)}")
     if clash := sorted(train.parse(args.more).keys() & OURS):
-        raise ValueError(f"behind --: --{', --'.join(clash)} is what the experiment itself sets")
+        raise ValueError(f"after --: --{', --'.join(clash)} is what the experiment itself sets")
     if args.vocab_size is None:
         args.vocab_size = 4096 if args.preset == "tiny" else 32768
     if args.jobs is None:
@@ -501,7 +509,7 @@ def parse(argv):
     if args.names and args.preset != "tiny" and not args.data:
         raise ValueError(
             f"--preset {args.preset} needs more text than the 1.2 million tokens of Shakespeare: "
-            "name one with --data; the README says how to get the paper's"
+            "name one with --data"
         )
     return args
 
@@ -519,7 +527,7 @@ def in_parallel(pool, work):
 def run(args):
     torch.set_num_threads(1)
     check_results(args)
-    args.device = str(mhf.choose_device(args.device)[0])
+    args.device = str(mhf.choose_device(args.device))
     work = [
         (name, EXPERIMENTS[name].kind, label, flags, seed)
         for name in args.names
@@ -555,7 +563,7 @@ def run(args):
 
 
 def main(argv=None):
-    """Returns the exit status: 2 for a user's mistake, 130 for Ctrl-C."""
+    """Returns the exit status: 2 for a user's mistake, 1 for a failed run, 130 for Ctrl-C."""
     for stream in (sys.stdout, sys.stderr):  # τ and → on whatever terminal or pipe
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
@@ -567,11 +575,11 @@ def main(argv=None):
             for path in sorted(args.results.glob("*.json")):
                 draw(path)
         if args.readme:
-            write_readme(args.results, ROOT / "README.md")
+            write_readme(args.results / "README.md")
         return 0
-    except (ValueError, train.RunError, OSError) as error:
+    except (ValueError, OSError, RunFailed) as error:
         print(f"experiments.py: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        return 1 if isinstance(error, RunFailed) else 2
     except KeyboardInterrupt:
         print("stopped; the same command goes on", file=sys.stderr)
         return 130

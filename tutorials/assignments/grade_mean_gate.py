@@ -2,9 +2,10 @@
 
 import mean_gate
 import torch
-from grading import check, graded, near, tiny_batch, tiny_config, tiny_model
+from grading import check, check_model, graded, near, random, tiny_batch, tiny_config, tiny_model
 
 import mhf
+from support.explain import explain
 
 
 def simple_gate(H=3, D=8):
@@ -17,9 +18,7 @@ def simple_gate(H=3, D=8):
     return gate
 
 
-def rows_of(values, D=8):
-    """Rows e (1, 2, H, D), each filled with one of the H values."""
-    return torch.tensor(values).view(-1, 1).expand(1, 2, len(values), D).clone()
+ROWS = torch.tensor([1.0, 2.0, 6.0]).view(3, 1).expand(1, 2, 3, 8)  # of equal numbers each
 
 
 @graded
@@ -36,7 +35,7 @@ def test_only_the_adapter_has_parameters():
 @graded
 def test_shapes():
     for H, shape in ((3, (2, 5)), (4, (7,)), (2, ())):
-        x, weights = simple_gate(H)(torch.randn(*shape, H, 8))
+        x, weights = simple_gate(H)(random(*shape, H, 8))
         check(
             (x.shape, weights.shape) == ((*shape, 8), (*shape, H)),
             f"of e {(*shape, H, 8)} come x {(*shape, 8)} and gate {(*shape, H)}, "
@@ -47,7 +46,7 @@ def test_shapes():
 @graded
 def test_every_row_has_the_same_weight():
     for H in (1, 2, 3, 4):
-        _, weights = simple_gate(H)(torch.randn(2, 5, H, 8))
+        _, weights = simple_gate(H)(random(2, 5, H, 8))
         sums = weights.sum(-1)
         check(near(sums, torch.ones_like(sums)), f"with H = {H} the gate's weights do not sum to 1")
         check(near(weights, weights.mean(-1, keepdim=True).expand_as(weights)), "weights differ")
@@ -56,13 +55,13 @@ def test_every_row_has_the_same_weight():
 @graded
 def test_the_value():
     gate = simple_gate()
-    x, _ = gate(rows_of([1.0, 2.0, 6.0]))
+    x, _ = gate(ROWS)
     shown = x.flatten()[0].item()
     check(near(x, torch.full((1, 2, 8), 3.0)), f"rows of 1, 2, 6 give x = {shown:.4g}, not 3")
     with torch.no_grad():
         gate.output_proj[0].weight.mul_(2.0)
         gate.output_proj[0].bias.fill_(1.0)
-    x, _ = gate(rows_of([1.0, 2.0, 6.0]))
+    x, _ = gate(ROWS)
     shown = x.flatten()[0].item()
     check(
         near(x, torch.full((1, 2, 8), 7.0)),
@@ -73,7 +72,7 @@ def test_the_value():
 
 @graded
 def test_only_the_order_of_the_functions_is_forgotten():
-    gate, e = simple_gate(), torch.randn(2, 5, 3, 8, generator=torch.Generator().manual_seed(0))
+    gate, e = simple_gate(), random(2, 5, 3, 8)
     x, _ = gate(e)
     check(near(x, gate(e.flip(-2))[0]), "x changes when the H rows of a token change places")
     check(not near(x, gate(e.flip(-1))[0]), "x is the same when the D numbers of e are reversed")
@@ -82,8 +81,7 @@ def test_only_the_order_of_the_functions_is_forgotten():
 
 @graded
 def test_every_row_gets_the_same_gradient():
-    gate = simple_gate()
-    e = torch.randn(2, 5, 3, 8, requires_grad=True)
+    gate, e = simple_gate(), random(2, 5, 3, 8)
     x, _ = gate(e)
     check(x.requires_grad, "no gradient can flow through x; is there a detach, or .data?")
     x.square().sum().backward()
@@ -95,15 +93,13 @@ def test_every_row_gets_the_same_gradient():
 
 @graded
 def test_in_the_model():
-    model, (ids, targets) = tiny_model({"GatedEmbedding": mean_gate.MeanGate}), tiny_batch()
+    model, (ids, _) = tiny_model({"GatedEmbedding": mean_gate.MeanGate}), tiny_batch()
     rows = model.model.embed_tokens(model.rows[ids])  # (N, T, H, D)
     x, weights = model.embed(ids, return_gate=True)
     check(
         torch.equal(x, model.model.combiner(rows)[0]) and weights.shape == (2, 6, 3),
         "model.embed does not give what MeanGate gives",
     )
-    model.loss(ids, targets, "exact").backward()
-    missing = [name for name, p in model.named_parameters() if p.grad is None]
-    check(not missing, f"these parameters of the model get no gradient: {missing}")
-    explained = model.explain(ids[0].tolist())["tokens"][0]["gate"]
-    check(explained is not None, "model.explain cannot show the gate")
+    check_model(model)
+    shown = explain(model, ids[0].tolist())["tokens"][0]["gate"]
+    check(near(torch.tensor(shown), weights[0, 0]), "support.explain shows another gate")

@@ -14,7 +14,7 @@ straight-through estimator: forwards z_j, backwards as if ∂z_j/∂o_j were ∂
 gradient that arrives at e_j, exactly this follows:
 
     to o_j:  (diag(p_j) − p_j p_jᵀ) E_j g        as from the soft embedding
-    to E_j, as the rows of e_j = z_jᵀ E_j:  z_j gᵀ        only the chosen row
+    to E_j:  z_j gᵀ                              only the chosen row
 
 (E_j also receives gradient as the weights of o_j = E_j c_j; that is nothing new.)
 
@@ -28,10 +28,9 @@ The question: what does the cascade gain from handing on its doubt?
 
 1. Predict, before you measure: which is better, and where would they differ most: where the first
    function is certain, or where it is not? Will the two train equally fast?
-2. Write hard_predict and HardCascade.steps.
+2. Write hard_embedding. It replaces mhf.soft_embedding; see where the cascade calls that.
        python -m pytest tutorials/assignments/grade_hard_embedding.py
-3. Measure, with three seeds. One run trains both models, with --head plain: the lean head makes
-   its gradients by hand, for the soft embedding. Try --head lean once and read what train.py says.
+3. Measure, with three seeds. One run trains both models.
        python tutorials/assignments/hard_embedding.py --seed 1      and 2, and 3
 4. Hand in this file and half a page; README.md beside it has the questions.
 
@@ -43,30 +42,17 @@ import sys
 
 import experiment
 
-import mhf
 
+def hard_embedding(o, E):
+    """Logits o (..., B), rows E (B, D) -> zᵀ E (..., D), z = one-hot(arg max o).
 
-def hard_predict(c, E, target=None, last=False):
-    """One function's prediction, as mhf.predict, but for e, which is a row of E.
-
-    c (..., D), E (B, D), target ids (M,) or None -> o = E c (..., B); −log p[target] (M,), None
-    without a target; zᵀ E (..., D), z = one-hot(arg max o) with the gradient of softmax(o), None
-    at the last function. With a target, c is (M, D).
+    z has the gradient of softmax(o).
     """
-    raise NotImplementedError("not written yet: hard_predict")
-
-
-class HardCascade(mhf.CascadeDecoder):
-    """The cascade, always with hard_predict."""
-
-    def steps(self, h, table, targets=None, force=(), predict=None):
-        """As in mhf's class; hard_predict is used whatever `predict` is."""
-        raise NotImplementedError("not written yet: HardCascade.steps")
+    raise NotImplementedError("not written yet: hard_embedding")
 
 
 def main(argv=None):
-    changes = {"CascadeDecoder": HardCascade}
-    return experiment.train_both(__file__, changes, argv, flags="--head plain")
+    return experiment.train_both(__file__, {"soft_embedding": hard_embedding}, argv)
 
 
 if __name__ == "__main__":

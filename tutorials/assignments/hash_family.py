@@ -11,7 +11,7 @@ Yours takes another hash h, and nothing else changes:
 
 If another token has the signature already, only the last id changes: it is made from the seeds H,
 H+1, … until the signature is free. The pad has the signature (0, …, 0), which no other token may
-have. mhf.SignatureTable does most of this for you: see where it calls `_tries`.
+have. mhf.SignatureTable does most of this for you: see where it calls `candidates`.
 
 Choose one: (a) BLAKE2b with the seed as its key (hashlib has it); (b) by hand, a polynomial in the
 bytes modulo a prime, or multiply-shift. Either must be
@@ -47,14 +47,14 @@ def hash_bytes(token, seed):
 class HashedSignatures(mhf.SignatureTable):
     """mhf's table of signatures, with hash_bytes in place of MurmurHash3."""
 
-    def _tries(self, token, local):
-        """Yields (seed of the last id, signature: a list of H ints), without end.
+    def candidates(self, token, lsh=()):
+        """Yield signatures (tuples of H ints) to try, without end.
 
         First the signature as hashed, whose last seed is H−1; then those with another last id,
-        from the seeds H, H+1, …. self.num_hashes is H, self.num_buckets B. `local` has the ids of
+        from the seeds H, H+1, …. self.num_hashes is H, self.num_buckets B. `lsh` has the ids of
         locality-sensitive functions, of which there are none here.
         """
-        raise NotImplementedError("not written yet: HashedSignatures._tries")
+        raise NotImplementedError("not written yet: HashedSignatures.candidates")
 
 
 def main(argv=None):

@@ -39,12 +39,10 @@ class NoMixer(mhf.CascadeDecoder):
         super().__init__(config)
         raise NotImplementedError("not written yet: NoMixer.__init__")
 
-    def steps(self, h, table, targets=None, force=(), predict=mhf.predict):
-        """Yields for each j what `predict` returns: o_j, the loss of targets (M, H), e_j.
+    def steps(self, h, table, force=()):
+        """Yield (o_j, e_j) for every function j; h (..., D), table (H, B, D) -> o_j (..., B).
 
-        h (..., D), table (H, B, D); the lean head passes as table a list of H things that its
-        `predict` takes for E_j. With targets, h is (M, D). e_j may be None, for it goes nowhere.
-        force: as in mhf's class; it has no effect here.
+        e_j may be None, because no later function uses it. force, as in mhf's class, has no effect.
         """
         raise NotImplementedError("not written yet: NoMixer.steps")
 

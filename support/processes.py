@@ -1,0 +1,72 @@
+"""Several processes, one for each GPU, as torchrun starts them; and signals to stop."""
+
+import contextlib
+import datetime
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+
+import mhf
+
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK", 0)) if WORLD_SIZE > 1 else 0
+
+
+def join(device):
+    """Meet the other processes, if there are any; returns this process's device."""
+    if WORLD_SIZE == 1:
+        return device
+    if device.type == "cuda":
+        device = mhf.choose_device(f"cuda:{os.environ['LOCAL_RANK']}")
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        kind = "nccl" if device.type == "cuda" else "gloo"  # hours: the first one evaluates
+        dist.init_process_group(kind, timeout=datetime.timedelta(hours=6))
+    return device
+
+
+def leave():
+    """Wait until the first process has written everything: an early exit of another may end it."""
+    if WORLD_SIZE > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def first_alone():
+    """The first process does the block while the others wait; they do it after it."""
+    if RANK > 0:
+        dist.barrier()
+    yield
+    if RANK == 0 and WORLD_SIZE > 1:
+        dist.barrier()
+
+
+def all_reduce(tensor, op=dist.ReduceOp.SUM):
+    """Sum a tensor over the processes, or reduce it by op, in place."""
+    if WORLD_SIZE > 1:
+        dist.all_reduce(tensor, op)
+    return tensor
+
+
+@contextlib.contextmanager
+def stop_signals(run):
+    """Set run.interrupted when a signal to stop arrives; a second one acts at once."""
+
+    def note(*_):
+        if run.interrupted:
+            raise KeyboardInterrupt
+        run.interrupted = True
+
+    old = {}
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)  # Windows has no SIGHUP
+        if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
+            old[number] = signal.signal(number, note)
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

@@ -1,0 +1,201 @@
+"""A run's folder: checkpoints, log.csv, run.json, curve.png; and how two runs differ."""
+
+import contextlib
+import csv
+import difflib
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+COLUMNS = ["step", "tokens", "seconds", "learning_rate", "loss", "grad_norm", "tokens_per_second"]
+MEASURES = ["val_objective", "perplexity", "tau", "top1", "valid_mass", "bits_per_byte"]
+
+
+class RunFailed(Exception):
+    """A run that failed although its settings were in order."""
+
+
+def out_of_memory(error):
+    """Whether a RuntimeError says so: CUDA, MPS and the CPU's allocator have different words."""
+    return any(w in str(error).lower() for w in ("out of memory", "allocate memory"))
+
+
+def new_folder(out, name, model):
+    """A folder of its own for a run, also when several start in the same second."""
+    first = Path(out) / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{model}")
+    folder, number = first, 1
+    while folder.exists() and not name:
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    if (folder / "run.json").exists() and not any(folder.glob("step-*[0-9]")):
+        shutil.rmtree(folder)  # a run that ended before its first checkpoint
+    if folder.exists():
+        raise ValueError(f"{folder} exists; choose another --name, or --resume it if it is a run")
+    folder.mkdir(parents=True)
+    return folder
+
+
+def name_of(run, which):
+    """The checkpoint that the text file `last` or `best` of a run names, or None."""
+    file = Path(run) / which
+    name = file.read_text(encoding="utf-8", errors="replace").strip() if file.exists() else ""
+    return name if name and (Path(run) / name).is_dir() else None
+
+
+def write_text(path, text):
+    """Replace a small file in one step, so that a killed run leaves the old or the new one."""
+    new = Path(f"{path}.tmp")
+    new.write_text(text, encoding="utf-8")
+    sync(new)
+    os.replace(new, path)
+
+
+def sync(path):
+    """Have the disk hold a file, or the names in a folder, before going on."""
+    if path.is_file() or os.name != "nt":  # Windows syncs no folders
+        handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def new_checkpoint(run, step):
+    """A folder to fill, which becomes run/step-N and `last`; a killed save leaves the old."""
+    folder, new = run / f"step-{step}", run / f"step-{step}.tmp"
+    shutil.rmtree(new, ignore_errors=True)
+    try:
+        new.mkdir()
+        yield new
+        for path in (*new.iterdir(), new):
+            sync(path)
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(new, folder)
+        write_text(run / "last", folder.name)
+    except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, for example
+        shutil.rmtree(new, ignore_errors=True)
+        last = name_of(run, "last")
+        kept = f"; {run / last} is good: make room, then --resume" if last else ""
+        raise RunFailed(f"step {step} could not be saved: {error}{kept}") from None
+    prune(run)
+
+
+def prune(run):
+    """Remove the checkpoints that neither `last` nor `best` names."""
+    for folder in run.glob("step-*"):
+        if folder.name not in (name_of(run, "last"), name_of(run, "best")):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def note_best(run):
+    """`best` follows from the log: the checkpoint with the lowest perplexity, if it is there."""
+    best = min(read_log(run, "perplexity"), key=lambda row: row["perplexity"], default=None)
+    if best and (run / f"step-{best['step']:.0f}").is_dir():
+        write_text(run / "best", f"step-{best['step']:.0f}")
+    prune(run)
+
+
+def measured(run, step):
+    """Whether the log has an evaluation of this step."""
+    return step in [row["step"] for row in read_log(run, "perplexity")]
+
+
+def append_log(run, row):
+    new = not (run / "log.csv").exists()
+    with open(run / "log.csv", "a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, [*COLUMNS, *MEASURES])
+        if new:
+            writer.writeheader()
+        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+
+
+def read_log(run, need="step"):
+    """The rows of a run's log that have a number in column `need`; none before its first step."""
+    file = Path(run) / "log.csv"
+    try:
+        lines = file.read_text(encoding="utf-8-sig").splitlines() if file.exists() else []
+        rows = [row for row in csv.DictReader(lines) if row[need]]
+        return [{k: float(v) for k, v in row.items() if v} for row in rows]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not the log that train.py wrote: {error!r}") from None
+
+
+def cut_log(run, step):
+    """Forget what a killed run logged after the checkpoint that it goes on from."""
+    file = run / "log.csv"
+    try:
+        text = file.read_text(encoding="utf-8") if file.exists() else ""
+    except ValueError as error:
+        raise ValueError(f"{file} is not the log that train.py wrote: {error}") from None
+    head, *lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")] or [""]
+    steps = [(line.partition(",")[0], line) for line in lines]
+    kept = [line for n, line in steps if not n.isdigit() or int(n) <= step]
+    if head:
+        write_text(file, "".join([head, *kept]))
+    else:  # not even its first line was written
+        file.unlink(missing_ok=True)
+
+
+def read_json(path):
+    """The JSON object in a file; ValueError, with the file's name, if there is none."""
+    try:
+        return dict(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(f"{path} is missing or damaged: {error}") from None
+
+
+def read_run(run):
+    """What run.json says: config, settings, data, parameters and, in the end, final."""
+    about = read_json(Path(run) / "run.json")
+    if not {"config", "settings", "data_hash", "parameters"} <= about.keys():
+        raise ValueError(f"{run}: run.json is damaged or of another version")
+    return about
+
+
+def draw_curves(runs, path):
+    """Training loss and held-out perplexity of one run or several, as a PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    for run in runs:
+        for axis, what in ((left, "loss"), (right, "perplexity")):
+            rows = read_log(run, what)
+            axis.plot([r["step"] for r in rows], [r[what] for r in rows], label=Path(run).name)
+    left.set(xlabel="step", ylabel="training loss (nats per token)")
+    right.set(xlabel="step", ylabel="held-out perplexity (calibrated)")
+    right.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def compare(runs):
+    """Print which settings, results and mhf.py lines differ between runs; overlay their curves."""
+    names, abouts = [Path(run).name for run in runs], [read_run(run) for run in runs]
+    settings = [about["config"] | about["settings"] for about in abouts]
+    rows = [("settings", *names)]
+    for key in sorted(set().union(*settings)):
+        values = [str(s.get(key, "-")) for s in settings]
+        if len(set(values)) > 1:
+            rows.append((key, *values))
+    rows.append(("results", *names))
+    rows.append(("parameters", *(f"{a['parameters']['total']:,}" for a in abouts)))
+    logs = [dict(pair for row in read_log(run) for pair in row.items()) for run in runs]
+    results = [log | about.get("final", {}) for log, about in zip(logs, abouts)]
+    for key in ("step", "tokens", "seconds", "loss", *MEASURES):
+        rows.append((key, *(f"{r[key]:.6g}" if key in r else "-" for r in results)))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+    first, *others = [(Path(run) / "mhf.py").read_text(encoding="utf-8") for run in runs]
+    for name, other in zip(names[1:], others):
+        lines = difflib.unified_diff(first.split("\n"), other.split("\n"), names[0], name, n=1)
+        print("\n".join(lines) or f"mhf.py of {names[0]} and {name}: the same")
+    picture = Path(runs[-1]).parent / "compare.png"
+    draw_curves(runs, picture)
+    print(f"curves: {picture}")
