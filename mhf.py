@@ -82,10 +82,9 @@ class Config:
             if value not in CHOICES.get(f.name, (value,)):
                 raise ValueError(f"{f.name} {value!r} is not in {CHOICES[f.name]}")
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        found = f"num_attention_heads {self.num_attention_heads} and head_dim {self.head_dim}"
         uneven = self.num_attention_heads % self.num_key_value_heads
         if uneven or self.head_dim % 2 or not self.head_dim:
-            raise ValueError(f"{found} do not fit num_key_value_heads {self.num_key_value_heads}")
+            raise ValueError(f"odd head_dim {self.head_dim}, or num_key_value_heads is no divisor")
 
     @classmethod
     def preset(cls, name, **overrides):
@@ -233,9 +232,7 @@ class SignatureTable:
         table.tokens, table.pad_id = tokens or [None] * len(ids), pad_id
         fits = (pad_id or 0) < len(ids) == len(table.tokens)
         if not fits or ids.min() < 0 or ids.max() >= num_buckets:
-            raise ValueError(
-                f"signatures (ids to {ids.max()}, pad {pad_id}) do not fit {num_buckets} buckets"
-            )
+            raise ValueError(f"ids to {ids.max()} or pad {pad_id} do not fit {num_buckets} buckets")
         for token_id, signature in enumerate(table.signatures):
             if any(signature) or token_id == pad_id:
                 table.owner.setdefault(signature, token_id)
@@ -260,8 +257,7 @@ def lsh_ids(tokens, num_lsh, num_buckets, chunk=256):
         for j in range(num_lsh):
             chosen = [hash128(trigram.encode(), j) % 16000 for trigram in trigrams]
             sums.append(counts @ rows[chosen, j])  # (512,)
-    sums = torch.cat(sums).view(len(tokens), -1)  # (tokens, 512 * num_lsh)
-    codes = torch.where(sums >= 0, 1.0, -1.0) / 512**0.5
+    codes = torch.where(torch.cat(sums).view(len(tokens), -1) >= 0, 1.0, -1.0) / 512**0.5
     nearest = [torch.einsum("nv,vjb->njb", c, directions).argmax(-1) for c in codes.split(chunk)]
     return (torch.cat(nearest) + 1).tolist()
 

@@ -27,13 +27,13 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from support.evaluate import evaluate, summary
 from torch.distributed import ReduceOp
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import mhf
 from support import data, processes, runs, tokenizer
+from support.evaluate import evaluate, summary
 from support.processes import RANK, WORLD_SIZE, all_reduce
 from support.runs import RunFailed
 
@@ -87,8 +87,7 @@ TRAINING = {  # defaults by preset
     "1b": dict(steps=100000, tokens_per_step=1048576, learning_rate=3e-4, eval_every=1000),
     "3b": dict(steps=100000, tokens_per_step=1048576, learning_rate=2e-4, eval_every=1000),
 }
-CHOICES = mhf.CHOICES | {"preset": ("auto", *TRAINING)}
-CHOICES |= {"precision": ("auto", "fp32", "bf16", "fp16")}
+CHOICES = mhf.CHOICES | dict(preset=("auto", *TRAINING), precision=("auto", "fp32", "bf16", "fp16"))
 # These decide where, how fast and how long a run goes; a resumed run may change them.
 FREE_ON_RESUME = {"micro_batch", "device", "threads", "checkpoint_activations", "compile"}
 FREE_ON_RESUME |= {"steps", "stop_after"}
@@ -179,8 +178,8 @@ class Run:
             torch.set_num_threads(s.threads)
         self.rows, rest = divmod(s.tokens_per_step, T * WORLD_SIZE)  # sequences of a step
         if rest:
-            found = f"--tokens_per_step {s.tokens_per_step} is not a multiple of the context {T}"
-            raise ValueError(f"{found} times {WORLD_SIZE} processes")
+            raise ValueError(f"--tokens_per_step {s.tokens_per_step} is no multiple of the context "
+                             f"{T} times {WORLD_SIZE} processes")  # fmt: skip
         on_cpu = self.device.type == "cpu"
         at_once = s.micro_batch or max(1, (1024 if on_cpu else 16384) // T)
         self.micro_batch = min(self.rows, at_once)
@@ -264,9 +263,8 @@ class Run:
         self.scaler.update()
         took = time.perf_counter() - began
         self.seconds += took
-        loss, speed = loss.item(), s.tokens_per_step / took
-        tokens = self.step * s.tokens_per_step
-        row = self.step, tokens, self.seconds, rate, loss, norm, speed
+        done, speed = self.step * s.tokens_per_step, s.tokens_per_step / took
+        row = self.step, done, self.seconds, rate, loss.item(), norm, speed
         return dict(zip(runs.COLUMNS, row))
 
     def should_stop(self):
@@ -289,12 +287,11 @@ class Run:
             self.model.use_signatures(stored.signatures)  # a changed mhf.py may make others
         self.model.load_state_dict(stored.state_dict())
         self.config.calibration = stored.config.calibration
-        file = checkpoint / "optimizer.pt"
         try:
-            training = torch.load(file, self.device, weights_only=True)
+            training = torch.load(checkpoint / "optimizer.pt", self.device, weights_only=True)
             self.optimizer.load_state_dict(training["optimizer"])
-        except Exception as error:  # damaged files have many
-            raise ValueError(f"{file} is damaged: {error!r}") from error
+        except Exception as error:  # a damaged file has many
+            raise ValueError(f"{checkpoint / 'optimizer.pt'} is damaged: {error!r}") from error
         if training["scaler"]:  # empty unless the run was in fp16
             self.scaler.load_state_dict(training["scaler"])
         self.step, self.seconds = state["step"], state["seconds"]
@@ -308,9 +305,9 @@ class Run:
         found = evaluate(self.model, self.corpus.held_out, sizes, self.autocast, max_tokens)
         self.model.train()
         self.config.calibration = found["tau"]
-        file = self.folder / runs.name_of(self.folder, "last") / "config.json"
-        self.config.save(f"{file}.tmp")
-        os.replace(f"{file}.tmp", file)
+        last = self.folder / runs.name_of(self.folder, "last")
+        self.config.save(last / "config.json.tmp")
+        os.replace(last / "config.json.tmp", last / "config.json")
         return found
 
     def evaluate_and_log(self):
@@ -341,9 +338,7 @@ class Run:
         print(f"parameters  {n['total']:,}: table {n['table']:,}, blocks {n['blocks']:,}, hashing "
               f"{n['hashing']:,}; a V x D table has {n['standard_table']:,}")  # fmt: skip
         if c.model == "mhf":
-            table = self.model.signatures
-            shared = len(table) - len(self.model.unused) - len(table.owner)
-            print(f"signatures  {len(table.rehashed)} hashed again, {shared} shared")
+            print(f"signatures  {len(self.model.signatures.rehashed)} hashed again")
         print(f"steps       {s.steps:,} of {s.tokens_per_step:,} tokens, "
               f"{self.micro_batch} sequences at a time")  # fmt: skip
 
@@ -385,8 +380,8 @@ def finish(run):
         print(f"  python train.py --resume {shlex.quote(str(run.folder))}")
         return
     final = run.measure(2**20)
-    about = runs.read_run(run.folder) | {"final": final, "final_step": run.step}
-    about["settings"] = asdict(run.settings)
+    more = {"final": final, "final_step": run.step, "settings": asdict(run.settings)}
+    about = runs.read_run(run.folder) | more
     runs.write_text(run.folder / "run.json", json.dumps(about, indent=2))
     print(f"held-out text at the end: {summary(final)}\n\n{run.sample(200, seed=1)}\n")
     print(f"next: python sample.py --checkpoint {shlex.quote(str(run.folder))} --explain")
@@ -467,11 +462,8 @@ def run_command(given):
         return print(f"{run.folder} is finished; to train it longer, add --steps")
     if RANK == 0:
         run.describe()
-    try:
-        with processes.stop_signals(run):
-            train(run)
-    except OSError as error:
-        raise RunFailed(f"{run.folder}: {error}; make room, then --resume it") from error
+    with processes.stop_signals(run):
+        train(run)
     processes.leave()
     return 130 if run.interrupted else 0
 

@@ -69,7 +69,8 @@ def read_about(folder):
     """The facts beside tokens in the cache; nothing if one of the files is missing or cut."""
     with contextlib.suppress(OSError, ValueError):
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-        if all((folder / name).stat().st_size == size for name, size in about["sizes"].items()):
+        names = {*about["sizes"], *ID_FILES}
+        if all((folder / name).stat().st_size == about["sizes"].get(name) for name in names):
             return about
 
 

@@ -105,11 +105,14 @@ def measured(run, step):
 
 def append_log(run, row):
     new = not (run / "log.csv").exists()
-    with open(run / "log.csv", "a", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, *MEASURES])
-        if new:
-            writer.writeheader()
-        writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+    try:
+        with open(run / "log.csv", "a", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, [*COLUMNS, *MEASURES])
+            if new:
+                writer.writeheader()
+            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+    except OSError as error:
+        raise RunFailed(f"{run}: {error}; make room, then go on with --resume") from None
 
 
 def read_log(run, need="step"):

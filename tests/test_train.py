@@ -53,8 +53,9 @@ def straight(tmp_path_factory):
         patch.setenv("MHF_CACHE", str(folder / "cache"))
         patch.chdir(folder)
         Path("text.txt").write_text(TEXT, encoding="utf-8")
-        with contextlib.redirect_stdout(out):
-            assert train.main([*FLAGS, "--out", "my runs é"]) == 0
+        patch.setattr(sys, "stdout", out)
+        assert train.main([*FLAGS, "--out", "my runs é"]) == 0
+        patch.setattr(sys, "stdout", sys.__stdout__)
         (run,) = (folder / "my runs é").iterdir()
         yield run, out.getvalue()
 
@@ -154,12 +155,11 @@ X, Y = torch.randint(20, (2, 7, 8), generator=torch.Generator().manual_seed(1))
 
 def assert_plain(made):
     """The loss and the gradients of a Run are those of model.loss, within 1e-5 of the largest.
-
-    The sums are rounded in another order; float32 has 7 digits and sums of 56 terms lose one.
-    """
+    The sums are rounded in another order; float32 has 7 digits and sums of 56 terms lose one."""
     parts = {name: p for name, p in made.model.named_parameters() if p.requires_grad}
     loss = made.model.loss(X, Y)
-    expected = dict(zip(parts, torch.autograd.grad(loss, parts.values())))
+    slopes = torch.autograd.grad(loss, parts.values(), allow_unused=True)
+    expected = {name: grad for name, grad in zip(parts, slopes) if grad is not None}
     assert made.gradients(X, Y).item() == pytest.approx(loss.item(), rel=1e-5)
     found = {name: p.grad for name, p in made.model.named_parameters() if p.grad is not None}
     largest = max(grad.abs().max().item() for grad in expected.values())
@@ -204,7 +204,7 @@ def test_a_changed_model_is_what_is_trained(change, monkeypatch):
     before = assert_plain(bare(build()))
     monkeypatch.setattr(*CHANGES[change])
     after = assert_plain(bare(build()))
-    assert any((after[name] - before[name]).abs().max() > 1e-4 for name in before)
+    assert any((after[name] - before[name]).abs().max() > 1e-4 for name in after)
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -268,10 +268,8 @@ WAYS = [("--micro_batch 1", 1e-4), ("--compile", 1e-5), ("--precision bf16", 0.0
 @pytest.mark.parametrize(("flags", "tolerance"), [*WAYS, ("--precision fp16", 0.01)])
 def test_the_losses_are_the_same(flags, tolerance, straight, monkeypatch):
     """One sequence at a time, compiled, or in 16 bits: the losses of ten steps and the keys.
-
     AdamW divides by the gradients' size, so that rounding grows a little each step; bf16 has three
-    digits. The compiler captures the graph and leaves out the code generation, which is slow.
-    """
+    digits. The compiler captures the graph and leaves out the code generation, which is slow."""
     scaler = functools.partial(torch.amp.GradScaler, init_scale=2.0**10)  # no overflow
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
@@ -298,9 +296,7 @@ def test_a_step_that_overflows_is_left_out(monkeypatch):
 # ---- A run and what it leaves -------------------------------------------------------------------
 def test_a_run_leaves_all_that_is_promised(straight):
     """Checkpoint, log, curve, samples, the mhf.py it ran, and the sample.py line to type next.
-
-    The log has a row a step, and one an evaluation. The checkpoint holds no code, and the last τ.
-    """
+    The log has a row a step, and one an evaluation. The checkpoint holds no code, and the last τ."""
     folder, out = straight
     names = {path.name for path in folder.iterdir() if not path.name.startswith("step-")}
     assert names == {"last", "best", "log.csv", "curve.png", "samples.txt", "run.json", "mhf.py"}
@@ -400,9 +396,7 @@ def kill_at_a_write(event, args):
 @pytest.mark.skipif(sys.platform != "linux", reason="64 is O_CREAT on Linux")
 def test_a_kill_at_any_moment_costs_nothing(straight):
     """Killed at each write of the last step, its save, its evaluation and the end; resumed.
-
-    Each time `last` names a checkpoint that loads, and the end is that of a run without a kill.
-    """
+    Each time `last` names a checkpoint that loads, and the end is that of a run without a kill."""
     run("--stop_after", "9")
     sys.addaudithook(kill_at_a_write)
     killed, moment = True, -1
@@ -612,10 +606,10 @@ MISTAKES = """
     --tokenizer nothing; --device nothing; --device cuda:77; --device meta;
     --num_buckets 1; --num_buckets 3000000000; --num_hashes 0; --num_hashes 100; --num_lsh 5;
     --head_dim 5; --head_dim -2; --num_attention_heads 64 -> head_dim 0;
-    --num_attention_heads 4 --num_key_value_heads 3 -> head_dim; --num_hidden_layers 0; --extra_layers -1;
-    --num_hashes 2 --num_buckets 8 -> num_buckets free; --vocab_size 3000000000;
-    --vocab_size 200; --vocab_size 320 --model standard -> --vocab_size 320 300;
-    --pad_token_id 999 -> 999; --calibration 0.0; --rope_theta nan;
+    --num_attention_heads 4 --num_key_value_heads 3 -> head_dim;
+    --num_hidden_layers 0; --extra_layers -1; --num_hashes 2 --num_buckets 8 -> num_buckets free;
+    --vocab_size 320 --model standard -> --vocab_size 320 300; --vocab_size 3000000000;
+    --vocab_size 200; --pad_token_id 999 -> 999; --calibration 0.0; --rope_theta nan;
     --table_initializer_range -1.0; --table_initializer_range nan; --joint_weight inf;
     --steps 0; --tokens_per_step 33; --tokens_per_step 0; --micro_batch 0; --eval_every 0;
     --eval_tokens 0; --threads 0; --threads 100000; --stop_after 0; --learning_rate 0.0;
