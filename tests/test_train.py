@@ -53,9 +53,8 @@ def straight(tmp_path_factory):
         patch.setenv("MHF_CACHE", str(folder / "cache"))
         patch.chdir(folder)
         Path("text.txt").write_text(TEXT, encoding="utf-8")
-        patch.setattr(sys, "stdout", out)
-        assert train.main([*FLAGS, "--out", "my runs é"]) == 0
-        patch.setattr(sys, "stdout", sys.__stdout__)
+        with contextlib.redirect_stdout(out):
+            assert train.main([*FLAGS, "--out", "my runs é"]) == 0
         (run,) = (folder / "my runs é").iterdir()
         yield run, out.getvalue()
 
@@ -296,7 +295,7 @@ def test_a_step_that_overflows_is_left_out(monkeypatch):
 # ---- A run and what it leaves -------------------------------------------------------------------
 def test_a_run_leaves_all_that_is_promised(straight):
     """Checkpoint, log, curve, samples, the mhf.py it ran, and the sample.py line to type next.
-    The log has a row a step, and one an evaluation. The checkpoint holds no code, and the last τ."""
+    The log has a row a step and one an evaluation; the checkpoint holds no code, and the last τ."""
     folder, out = straight
     names = {path.name for path in folder.iterdir() if not path.name.startswith("step-")}
     assert names == {"last", "best", "log.csv", "curve.png", "samples.txt", "run.json", "mhf.py"}
