@@ -49,8 +49,7 @@ def table(found, model, token, log_p, shown):
     return "\n".join([*lines, "  most probable" + "".join(best[:3]), ""])
 
 
-def run(args):
-    """Print the samples; on standard error, what was loaded and how fast it went."""
+def run(args):  # prints the samples; on standard error, what was loaded and how fast it went
     import mhf  # here, with all of torch, so that --help answers at once
     from support import explain, tokenizer
 
@@ -92,8 +91,7 @@ def run(args):
     print(f"{count} tokens, {count / (time.perf_counter() - start):.1f} tok/s", file=sys.stderr)
 
 
-def main(argv=None):
-    """Return the exit status: 0, 2 for a mistake in the call, 130 for Ctrl-C."""
+def main(argv=None):  # -> exit status: 0, 2 for a mistake in the call, 130 for Ctrl-C
     try:
         run(parse(argv))
     except KeyboardInterrupt:

@@ -16,7 +16,6 @@ import os
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: a CPU step is faster (Linux)
 
 import argparse
-import json
 import math
 import shlex
 import shutil
@@ -27,13 +26,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch.distributed import ReduceOp
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 import mhf
 from support import data, processes, runs, tokenizer
-from support.evaluate import evaluate, summary
+from support.evaluate import evaluate, summary, token_sizes
 from support.processes import RANK, WORLD_SIZE, all_reduce
 from support.runs import RunFailed
 
@@ -162,8 +160,7 @@ def learning_rate(step, s):
     warm = max(1, round(s.warmup * s.steps))
     if step <= warm:
         return s.learning_rate * step / warm
-    progress = (step - warm) / max(1, s.steps - warm)
-    cosine = (1 + math.cos(math.pi * progress)) / 2
+    cosine = (1 + math.cos(math.pi * (step - warm) / max(1, s.steps - warm))) / 2
     return s.learning_rate * (s.min_learning_rate + (1 - s.min_learning_rate) * cosine)
 
 
@@ -268,9 +265,7 @@ class Run:
         return dict(zip(runs.COLUMNS, row))
 
     def should_stop(self):
-        """Whether one of the processes was interrupted."""
-        stop = torch.tensor(float(self.interrupted), device=self.device)
-        return all_reduce(stop, ReduceOp.MAX).item() > 0
+        return processes.any_of(self.interrupted, self.device)
 
     def save(self):
         state = {"step": self.step, "seconds": self.seconds, "settings": asdict(self.settings)}
@@ -279,7 +274,7 @@ class Run:
             self.model.save_pretrained(folder)
             self.corpus.tokenizer.save(folder)
             torch.save(training, folder / "optimizer.pt")
-            runs.write_text(folder / "train.json", json.dumps(state, indent=2))
+            runs.write_json(folder / "train.json", state)
 
     def restore(self, checkpoint, stored, state):
         """Take what a checkpoint holds: its model, as mhf.load gave it, optimizer and counters."""
@@ -298,9 +293,7 @@ class Run:
 
     def measure(self, max_tokens):
         """Evaluate; keep the fitted calibration in the model and in the checkpoint just saved."""
-        words = self.corpus.tokenizer
-        sizes = [len(words.token_bytes(i) or b"") for i in range(len(words))]
-        sizes = torch.tensor(sizes + [0] * (self.config.vocab_size - len(sizes)))
+        sizes = token_sizes(self.corpus.tokenizer, self.config.vocab_size)
         self.model.eval()
         found = evaluate(self.model, self.corpus.held_out, sizes, self.autocast, max_tokens)
         self.model.train()
@@ -337,8 +330,6 @@ class Run:
               f"{len(corpus.held_out):,} held out, vocabulary {c.vocab_size:,}")  # fmt: skip
         print(f"parameters  {n['total']:,}: table {n['table']:,}, blocks {n['blocks']:,}, hashing "
               f"{n['hashing']:,}; a V x D table has {n['standard_table']:,}")  # fmt: skip
-        if c.model == "mhf":
-            print(f"signatures  {len(self.model.signatures.rehashed)} hashed again")
         print(f"steps       {s.steps:,} of {s.tokens_per_step:,} tokens, "
               f"{self.micro_batch} sequences at a time")  # fmt: skip
 
@@ -349,7 +340,7 @@ def train(run):
     if first and not runs.name_of(run.folder, "last"):
         run.save()
     due = run.step and (run.step % s.eval_every == 0 or run.step == s.steps)
-    if first and due and not runs.measured(run.folder, run.step):
+    if first and due and run.step not in runs.measured(run.folder):
         run.evaluate_and_log()  # a killed run had saved, and did not come to this
     often = 0.1 if sys.stderr.isatty() else 30
     bar = tqdm(total=s.steps, initial=run.step, unit="step", disable=not first, mininterval=often)
@@ -366,8 +357,7 @@ def train(run):
                     run.evaluate_and_log()
             if run.should_stop():
                 break
-    if first:
-        finish(run)
+    return finish(run) if first else None
 
 
 def finish(run):
@@ -376,13 +366,12 @@ def finish(run):
         run.save()
     runs.draw_curves([run.folder], run.folder / "curve.png")
     if run.step < run.settings.steps:
-        print(f"stopped after step {run.step}; go on:")
-        print(f"  python train.py --resume {shlex.quote(str(run.folder))}")
-        return
+        command = f"python train.py --resume {shlex.quote(str(run.folder))}"
+        return print(f"stopped after step {run.step}; go on:\n  {command}")
     final = run.measure(2**20)
     more = {"final": final, "final_step": run.step, "settings": asdict(run.settings)}
     about = runs.read_run(run.folder) | more
-    runs.write_text(run.folder / "run.json", json.dumps(about, indent=2))
+    runs.write_json(run.folder / "run.json", about)
     print(f"held-out text at the end: {summary(final)}\n\n{run.sample(200, seed=1)}\n")
     print(f"next: python sample.py --checkpoint {shlex.quote(str(run.folder))} --explain")
 
@@ -413,7 +402,7 @@ def new_run(given):
         about = {"config": asdict(run.config), "settings": asdict(settings)}
         about |= {"data": corpus.name, "data_hash": corpus.hash, "torch": torch.__version__}
         about |= {"device": str(run.device), "parameters": run.model.num_parameters()}
-        runs.write_text(run.folder / "run.json", json.dumps(about, indent=2))
+        runs.write_json(run.folder / "run.json", about)
     return run
 
 
@@ -453,8 +442,7 @@ def run_command(given):
     if given.get("compare"):
         return runs.compare(given["compare"])
     if given.pop("prepare", False):
-        settings, _ = split_flags(given)
-        corpus = prepare(settings)
+        corpus = prepare(split_flags(given)[0])
         return print(f"{corpus.name} ({corpus.hash}): {len(corpus.training):,} training tokens")
     resume = given.pop("resume", None)
     run = resumed_run(resume, given) if resume else new_run(given)

@@ -37,6 +37,12 @@ def share_right(scores, targets):
     return best.gather(-1, targets.unsqueeze(-1)).squeeze(-1) / best.sum(-1)
 
 
+def token_sizes(tokenizer, vocab_size):
+    """The number of bytes that every token adds to a text, a LongTensor (V,)."""
+    sizes = [len(tokenizer.token_bytes(i) or b"") for i in range(len(tokenizer))]
+    return torch.tensor(sizes + [0] * (vocab_size - len(sizes)))
+
+
 @torch.no_grad()
 def evaluate(model, ids, token_sizes, autocast, max_tokens=None, tau=None):
     """Measure a model on windows that are spread evenly over held-out ids.

@@ -51,6 +51,11 @@ def all_reduce(tensor, op=dist.ReduceOp.SUM):
     return tensor
 
 
+def any_of(flag, device):
+    """Whether the flag is set in one of the processes."""
+    return all_reduce(torch.tensor(float(flag), device=device), dist.ReduceOp.MAX).item() > 0
+
+
 @contextlib.contextmanager
 def stop_signals(run):
     """Set run.interrupted when a signal to stop arrives; a second one acts at once."""

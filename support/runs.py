@@ -19,8 +19,7 @@ class RunFailed(Exception):
     """A run that failed although its settings were in order."""
 
 
-def out_of_memory(error):
-    """Whether a RuntimeError says so: CUDA, MPS and the CPU's allocator have different words."""
+def out_of_memory(error):  # CUDA, MPS and the CPU's allocator have different words
     return any(w in str(error).lower() for w in ("out of memory", "allocate memory"))
 
 
@@ -54,6 +53,10 @@ def write_text(path, text):
     os.replace(new, path)
 
 
+def write_json(path, found):
+    write_text(path, json.dumps(found, indent=2))
+
+
 def sync(path):
     """Have the disk hold a file, or the names in a folder, before going on."""
     if path.is_file() or os.name != "nt":  # Windows syncs no folders
@@ -83,8 +86,7 @@ def new_checkpoint(run, step):
     prune(run)
 
 
-def prune(run):
-    """Remove the checkpoints that neither `last` nor `best` names."""
+def prune(run):  # the checkpoints that neither `last` nor `best` names
     for folder in run.glob("step-*"):
         if folder.name not in (name_of(run, "last"), name_of(run, "best")):
             shutil.rmtree(folder, ignore_errors=True)
@@ -98,48 +100,43 @@ def note_best(run):
     prune(run)
 
 
-def measured(run, step):
-    """Whether the log has an evaluation of this step."""
-    return step in [row["step"] for row in read_log(run, "perplexity")]
+def measured(run):
+    return [row["step"] for row in read_log(run, "perplexity")]
 
 
 def append_log(run, row):
-    new = not (run / "log.csv").exists()
+    row = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
     try:
         with open(run / "log.csv", "a", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, [*COLUMNS, *MEASURES])
-            if new:
+            if file.tell() == 0:
                 writer.writeheader()
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()})
+            writer.writerow(row)
     except OSError as error:
         raise RunFailed(f"{run}: {error}; make room, then go on with --resume") from None
 
 
+def log_text(run):
+    file = Path(run) / "log.csv"
+    return file.read_text(encoding="utf-8-sig", errors="replace") if file.exists() else ""
+
+
 def read_log(run, need="step"):
     """The rows of a run's log that have a number in column `need`; none before its first step."""
-    file = Path(run) / "log.csv"
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines() if file.exists() else []
-        rows = [row for row in csv.DictReader(lines) if row[need]]
+        rows = [row for row in csv.DictReader(log_text(run).splitlines()) if row[need]]
         return [{k: float(v) for k, v in row.items() if v} for row in rows]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is not the log that train.py wrote: {error!r}") from None
+        raise ValueError(f"{run}/log.csv is not what train.py wrote: {error!r}") from None
 
 
 def cut_log(run, step):
     """Forget what a killed run logged after the checkpoint that it goes on from."""
-    file = run / "log.csv"
-    try:
-        text = file.read_text(encoding="utf-8") if file.exists() else ""
-    except ValueError as error:
-        raise ValueError(f"{file} is not the log that train.py wrote: {error}") from None
-    head, *lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")] or [""]
-    steps = [(line.partition(",")[0], line) for line in lines]
+    lines = log_text(run).splitlines(keepends=True)
+    head, *rows = [line for line in lines if line.endswith("\n")] or [""]
+    steps = [(line.partition(",")[0], line) for line in rows]
     kept = [line for n, line in steps if not n.isdigit() or int(n) <= step]
-    if head:
-        write_text(file, "".join([head, *kept]))
-    else:  # not even its first line was written
-        file.unlink(missing_ok=True)
+    write_text(run / "log.csv", "".join([head, *kept]))
 
 
 def read_json(path):
@@ -151,7 +148,6 @@ def read_json(path):
 
 
 def read_run(run):
-    """What run.json says: config, settings, data, parameters and, in the end, final."""
     about = read_json(Path(run) / "run.json")
     if not {"config", "settings", "data_hash", "parameters"} <= about.keys():
         raise ValueError(f"{run}: run.json is damaged or of another version")

@@ -120,8 +120,8 @@ def test_layers_end_in_the_states(model, ids, kind):
     assert [(x.shape, x.dtype) for x in layers] == [((2, 7, 16), torch.float32)] * 2
 
 
-KINDS = [{"H": 1}, {"H": 1, "B": 4, "V": 40}, {"H": 2, "B": 9}, {"H": 4, "B": 5}, {"num_lsh": 1},
-         {"num_lsh": 2, "B": 16}, {"num_lsh": 3, "B": 16}, {"unassigned": (4, 7, 19)}]  # fmt: skip
+KINDS = [{"H": 1}, {"H": 1, "B": 4, "V": 40}, {"H": 2, "B": 9}, {"H": 4, "B": 5},
+         {"num_lsh": 1, "B": 16}, {"num_lsh": 3, "B": 16}, {"unassigned": (4, 7, 19)}]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

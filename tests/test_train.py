@@ -256,6 +256,7 @@ def test_the_learning_rate_rises_and_falls():
     rates = [train.learning_rate(step, settings) for step in range(1, 201)]
     assert rates[:10] == pytest.approx([i / 10 for i in range(1, 11)])
     assert rates[104] == pytest.approx(0.55)  # step 105: the middle of 10 to 200
+    assert rates[57] == pytest.approx(0.1 + 0.9 * (1 + math.cos(math.pi * 48 / 190)) / 2)
     assert rates[-1] == pytest.approx(0.1) and sorted(rates[9:], reverse=True) == rates[9:]
     for steps in (1, 2, 3):  # the shortest runs, too, begin at the peak
         assert train.learning_rate(1, train.Settings(steps=steps, learning_rate=1.0)) == 1.0
@@ -273,8 +274,9 @@ def test_the_losses_are_the_same(flags, tolerance, straight, monkeypatch):
     monkeypatch.setattr(torch.amp, "GradScaler", scaler)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     run(*flags.split())
-    losses = [[row["loss"] for row in log(folder, "loss")] for folder in (A, straight[0])]
-    assert losses[0] == pytest.approx(losses[1], rel=tolerance)
+    for column, room in (("loss", 1), ("grad_norm", 10)):
+        a, b = ([row[column] for row in log(folder, column)] for folder in (A, straight[0]))
+        assert a == pytest.approx(b, rel=room * tolerance)
     assert saved(A)["weights"].keys() == saved(straight[0])["weights"].keys()
 
 
@@ -356,6 +358,8 @@ def test_a_run_of_pieces_equals_one_of_ten_steps(stops, straight, capsys):
     for step in stops[1:]:
         assert saved(resume(A, "--stop_after", step))["step"] == step
     assert_same(resume(A, *free, 10), straight[0])
+    seconds = [row["seconds"] for row in runs.read_log(A, "loss")]
+    assert seconds == sorted(seconds)
 
 
 def test_resume_takes_the_newest_run():

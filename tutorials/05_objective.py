@@ -349,9 +349,10 @@ assert known["exact"] < 0.55 * known["independent"]
 # %% [markdown]
 # Under `exact` the functions know about half as much about their own ids. `joint` pulls them back
 # gently. So few steps show only the beginning: the trained model of part 1, a `joint` one, has
-# reached a valid mass of 0.051, and its functions can be read (tutorial 04). In the table
-# of claims (`tutorials/results/README.md`), with three seeds each, `exact` and `joint` are within each other's spread, and
-# `independent` is clearly behind. Those are small models after minutes of training; the paper
+# reached a valid mass of 0.051, and its functions can be read (tutorial 04). In the table of claims
+# (`tutorials/results/README.md`), with three seeds each, `exact` and `joint` are within each
+# other's spread, and `independent` is clearly behind. Those are small models after minutes of
+# training; the paper
 # trains large ones with `independent`.
 #
 # ## 8. The loss in chunks
