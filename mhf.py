@@ -82,9 +82,10 @@ class Config:
             if value not in CHOICES.get(f.name, (value,)):
                 raise ValueError(f"{f.name} {value!r} is not in {CHOICES[f.name]}")
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        uneven = self.num_attention_heads % self.num_key_value_heads
-        if uneven or self.head_dim % 2 or not self.head_dim:
-            raise ValueError(f"odd head_dim {self.head_dim}, or num_key_value_heads is no divisor")
+        A, K = self.num_attention_heads, self.num_key_value_heads
+        if A % K or self.head_dim % 2 or not self.head_dim:
+            raise ValueError(f"num_attention_heads {A}, num_key_value_heads {K}, head_dim "
+                             f"{self.head_dim}: no multiple, or no even width")  # fmt: skip
 
     @classmethod
     def preset(cls, name, **overrides):
@@ -232,7 +233,9 @@ class SignatureTable:
         table.tokens, table.pad_id = tokens or [None] * len(ids), pad_id
         fits = (pad_id or 0) < len(ids) == len(table.tokens)
         if not fits or ids.min() < 0 or ids.max() >= num_buckets:
-            raise ValueError(f"ids to {ids.max()} or pad {pad_id} do not fit {num_buckets} buckets")
+            raise ValueError(
+                f"signature ids to {ids.max()}, pad {pad_id} do not fit B {num_buckets}"
+            )
         for token_id, signature in enumerate(table.signatures):
             if any(signature) or token_id == pad_id:
                 table.owner.setdefault(signature, token_id)
@@ -501,7 +504,8 @@ class MultiHashFormer(LanguageModel):
         if (table.num_hashes, table.num_buckets) != (H, B):
             raise ValueError(f"signatures are not of {H} hashes and {B} buckets")
         self.signatures = table
-        self.config.vocab_size, self.config.pad_token_id = len(table), table.pad_id
+        self.config.vocab_size = len(table)
+        self.config.pad_token_id = table.pad_id
         ids = table.ids  # (V, H)
         unused = [i for i, s in enumerate(table.signatures) if not any(s) and i != table.pad_id]
         rows = ids + torch.arange(H) * B  # (V, H): function j has the rows from j B on
@@ -718,11 +722,13 @@ def load(name, revision=None):
         if config.model == "standard":
             model = Transformer(config)
         else:
-            file = folder / "tokens.txt"
+            ids, file = tensors["model.hash_map"], folder / "tokens.txt"
             lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
             tokens = [None if line == "-" else b64decode(line, validate=True) for line in lines]
+            if len(tokens) in (0, len(ids)):
+                file = folder  # from here on, it is how the files fit each other
             shape = config.num_buckets, config.pad_token_id, config.num_lsh
-            signatures = SignatureTable.from_ids(tensors["model.hash_map"], *shape, tokens)
+            signatures = SignatureTable.from_ids(ids, *shape, tokens)
             model = MultiHashFormer(config, signatures)
         model.load_state_dict(tensors)  # names every key that is missing, unknown or misshapen
     except (ValueError, KeyError, RuntimeError, SafetensorError) as error:

@@ -3,6 +3,7 @@
 import contextlib
 import csv
 import difflib
+import itertools
 import json
 import os
 import shutil
@@ -26,16 +27,16 @@ def out_of_memory(error):  # CUDA, MPS and the CPU's allocator have different wo
 def new_folder(out, name, model):
     """A folder of its own for a run, also when several start in the same second."""
     first = Path(out) / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{model}")
-    folder, number = first, 1
-    while folder.exists() and not name:
-        number += 1
-        folder = first.with_name(f"{first.name}-{number}")
-    if (folder / "run.json").exists() and not any(folder.glob("step-*[0-9]")):
-        shutil.rmtree(folder)  # a run that ended before its first checkpoint
-    if folder.exists():
-        raise ValueError(f"{folder} exists; choose another --name, or --resume it if it is a run")
-    folder.mkdir(parents=True)
-    return folder
+    for number in itertools.count(1):
+        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
+        if name and (folder / "run.json").exists() and not any(folder.glob("step-*[0-9]")):
+            shutil.rmtree(folder)  # a run that ended before its first checkpoint
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if name:
+                raise ValueError(f"{folder} exists; choose another --name or --resume it") from None
 
 
 def name_of(run, which):

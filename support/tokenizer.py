@@ -166,7 +166,7 @@ def load(name):
             path = next(folder.glob("tokenizer.tiktoken"), folder / "tokenizer.json")
         return Tokenizer.load(path) if path.suffix == ".tiktoken" else PublishedTokenizer(path)
     except ImportError:
-        raise ValueError(f"{path} needs another package: pip install tokenizers") from None
+        raise ValueError(f"{path} needs: pip install tokenizers; or {ADVICE}") from None
     except Exception as error:  # each package has its own classes
         about = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{path} cannot be read as a tokenizer ({about}); {ADVICE}") from None

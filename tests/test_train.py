@@ -305,7 +305,7 @@ def test_a_run_leaves_all_that_is_promised(straight):
     assert (folder / "mhf.py").read_bytes() == Path(mhf.__file__).read_bytes()
     assert (folder / "samples.txt").read_text(encoding="utf-8").count("--- step ") == 3
     starts = {line.split()[0] for line in out.splitlines()[:7]}
-    assert starts >= {"run", "device", "data", "parameters", "signatures", "steps"}
+    assert starts >= {"run", "device", "data", "parameters", "steps"}
     line = shlex.split(out.splitlines()[-1].partition(":")[2])
     assert line[:3] == ["python", "sample.py", "--checkpoint"] and Path(line[3]).name == folder.name
     trained, measured = log(folder, "loss"), log(folder, "perplexity")
