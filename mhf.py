@@ -82,10 +82,10 @@ class Config:
             if value not in CHOICES.get(f.name, (value,)):
                 raise ValueError(f"{f.name} {value!r} is not in {CHOICES[f.name]}")
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        A, K = self.num_attention_heads, self.num_key_value_heads
-        if A % K or self.head_dim % 2 or not self.head_dim:
-            raise ValueError(f"num_attention_heads {A}, num_key_value_heads {K}, head_dim "
-                             f"{self.head_dim}: no multiple, or no even width")  # fmt: skip
+        uneven = self.num_attention_heads % self.num_key_value_heads
+        if uneven or self.head_dim % 2 or not self.head_dim:
+            found = f"num_attention_heads {self.num_attention_heads}, head_dim {self.head_dim}"
+            raise ValueError(f"{found}, num_key_value_heads {self.num_key_value_heads} do not fit")
 
     @classmethod
     def preset(cls, name, **overrides):
@@ -480,8 +480,7 @@ class LanguageModel(nn.Module):
         sizes["hashing"] = sizes["total"] - sizes["table"] - sizes["blocks"]  # gate and cascade
         return sizes | {"standard_table": self.config.vocab_size * self.config.hidden_size}
 
-    def save_pretrained(self, folder):
-        """Write a checkpoint in the published format."""
+    def save_pretrained(self, folder):  # in the published format
         save(self, Path(folder))
 
 
@@ -498,14 +497,12 @@ class MultiHashFormer(LanguageModel):
         self.register_load_state_dict_post_hook(MultiHashFormer.follow_hash_map)
         initialise(self)
 
-    def use_signatures(self, table):
-        """Take a signature table; only hash_map is stored in checkpoints."""
+    def use_signatures(self, table):  # of all this, checkpoints hold only hash_map
         H, B, _ = self.table.shape
         if (table.num_hashes, table.num_buckets) != (H, B):
             raise ValueError(f"signatures are not of {H} hashes and {B} buckets")
         self.signatures = table
-        self.config.vocab_size = len(table)
-        self.config.pad_token_id = table.pad_id
+        self.config.vocab_size, self.config.pad_token_id = len(table), table.pad_id
         ids = table.ids  # (V, H)
         unused = [i for i, s in enumerate(table.signatures) if not any(s) and i != table.pad_id]
         rows = ids + torch.arange(H) * B  # (V, H): function j has the rows from j B on
@@ -645,8 +642,7 @@ class KVCache:
     def __init__(self):
         self.length, self.keys, self.values = 0, {}, {}
 
-    def update(self, layer, k, v):
-        """Append k and v (N, K, T, C); returns all keys and values of the layer."""
+    def update(self, layer, k, v):  # append k, v (N, K, T, C) -> all of the layer
         if layer in self.keys:
             k = torch.cat((self.keys[layer], k), dim=2)
             v = torch.cat((self.values[layer], v), dim=2)
@@ -722,14 +718,14 @@ def load(name, revision=None):
         if config.model == "standard":
             model = Transformer(config)
         else:
-            ids, file = tensors["model.hash_map"], folder / "tokens.txt"
+            ids = tensors["model.hash_map"]
+            file = folder / "tokens.txt"
             lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
             tokens = [None if line == "-" else b64decode(line, validate=True) for line in lines]
             if len(tokens) in (0, len(ids)):
                 file = folder  # from here on, it is how the files fit each other
             shape = config.num_buckets, config.pad_token_id, config.num_lsh
-            signatures = SignatureTable.from_ids(ids, *shape, tokens)
-            model = MultiHashFormer(config, signatures)
+            model = MultiHashFormer(config, SignatureTable.from_ids(ids, *shape, tokens))
         model.load_state_dict(tensors)  # names every key that is missing, unknown or misshapen
     except (ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"checkpoint {file}: {error}") from error

@@ -339,8 +339,8 @@ def train(run):
     s, first = run.settings, RANK == 0
     if first and not runs.name_of(run.folder, "last"):
         run.save()
-    due = run.step and (run.step % s.eval_every == 0 or run.step == s.steps)
-    if first and due and run.step not in runs.measured(run.folder):
+    due = first and run.step and (run.step % s.eval_every == 0 or run.step == s.steps)
+    if due and run.step not in [r["step"] for r in runs.read_log(run.folder, "perplexity")]:
         run.evaluate_and_log()  # a killed run had saved, and did not come to this
     often = 0.1 if sys.stderr.isatty() else 30
     bar = tqdm(total=s.steps, initial=run.step, unit="step", disable=not first, mininterval=often)

@@ -101,10 +101,6 @@ def note_best(run):
     prune(run)
 
 
-def measured(run):
-    return [row["step"] for row in read_log(run, "perplexity")]
-
-
 def append_log(run, row):
     row = {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
     try:
