@@ -137,12 +137,16 @@ def test_probabilities_equal_enumeration(kind, ids):
 
 
 def test_calibration_divides_the_scores(model, ids):
-    """log_probs is log_softmax of the scores over τ; the scores and the loss stay at τ = 1."""
-    scores, loss = model.token_scores(model(ids)), model.loss(ids, ids)
+    """log_probs is log_softmax of the scores over τ; the scores and every loss stay at τ = 1."""
+
+    def untouched():
+        losses = [model.loss(ids, ids, objective) for objective in OBJECTIVES]
+        return [model.token_scores(model(ids)), *losses]
+
+    before = untouched()
     model.config.calibration = 2.5
-    assert torch.equal(model.token_scores(model(ids)), scores)
-    assert torch.equal(model.loss(ids, ids), loss)
-    close(model.log_probs(ids), (scores / 2.5).log_softmax(-1))
+    assert all(torch.equal(x, y) for x, y in zip(untouched(), before))
+    close(model.log_probs(ids), (before[0] / 2.5).log_softmax(-1))
 
 
 def test_standard_model_is_a_tied_softmax(ids, targets):
