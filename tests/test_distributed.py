@@ -20,26 +20,19 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="torchrun and signals: n
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A folder with a text and an empty cache."""
-    folder = tmp_path_factory.mktemp("distributed")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    return folder
-
-
 @pytest.fixture(autouse=True)
-def place(folder, monkeypatch):
-    """Every test in that folder. The signals are those of a terminal, whatever started pytest."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setenv("MHF_CACHE", str(folder / "cache"))
+def place(tmp_path, monkeypatch):
+    """Every test in a folder of its own, with a text and an empty cache."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+    monkeypatch.setenv("MHF_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", str(Path(train.__file__).parent))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(train.Run, "sample", lambda *_, **__: "a sample")
 
 
 def start(script, *flags, under=()):
-    """Start a script with the tiny settings."""
+    """Start a script with the tiny settings; the signals act as they do in a terminal."""
     command = [sys.executable, *under, str(script), *FLAGS, *flags]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
     reset = [functools.partial(signal.signal, number, signal.SIG_DFL) for number in SIGNALS]
@@ -68,7 +61,10 @@ def torchrun(name):
     """What two processes print, of which the second is stopped, or fails, in step 5."""
     Path("planted.py").write_text(PLANTED, encoding="utf-8")
     with start("planted.py", "--name", name, "--eval_every", "20", under=TORCHRUN) as process:
-        out, error = process.communicate(timeout=120)
+        try:
+            out, error = process.communicate(timeout=90)
+        finally:
+            process.terminate()  # if they wait for each other
     assert process.returncode != 0
     return out, error
 

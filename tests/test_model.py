@@ -390,13 +390,20 @@ def test_preset_is_the_papers(name, sizes):
     assert (c.num_hashes, c.num_buckets, Config.preset(name).num_buckets) == (4, 10624, 16384)
 
 
-def test_num_parameters_adds_up(model):
-    """The parts sum to the total, which is the number of elements of all parameters."""
-    count = model.num_parameters()
-    total = count["table"] + count["blocks"] + count["hashing"]
-    assert total == count["total"] == sum(p.numel() for p in model.parameters())
-    assert count["table"] == model.model.embed_tokens.weight.numel()
-    assert count["standard_table"] == 20 * 16
+def test_num_parameters_counts_the_parts(model):
+    """Table, blocks with the final norm, gate and cascade; a V × D table beside them."""
+
+    def size(*parts):
+        return sum(p.numel() for part in parts for p in part.parameters())
+
+    hashing = [part for name, part in model.named_modules() if name.endswith(("combiner", "head"))]
+    assert model.num_parameters() == {
+        "total": size(model),
+        "table": size(model.model.embed_tokens),
+        "blocks": size(model.model.layers, model.model.norm),
+        "hashing": size(*hashing),
+        "standard_table": 20 * 16,
+    }
 
 
 @pytest.mark.parametrize("table_std", [None, 0.08])
