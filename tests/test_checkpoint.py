@@ -20,9 +20,8 @@ ANY = (ValueError, OSError)  # what the programs show as one sentence
 @pytest.fixture
 def folder(tmp_path):
     """A saved MultiHashFormer with unassigned ids, in a folder with a space and accents."""
-    folder = tmp_path / "mon modèle à moi"
-    build(unassigned=(4, 19)).save_pretrained(folder)
-    return folder
+    build(unassigned=(4, 19)).save_pretrained(tmp_path / "mon modèle à moi")
+    return tmp_path / "mon modèle à moi"
 
 
 def edit_tensors(folder, change):
@@ -64,7 +63,7 @@ def test_round_trip(model, kind, ids, tmp_path):
     assert load_file(tmp_path / "model.safetensors")["model.norm.weight"].dtype == kind
     assert type(loaded) is type(model) and same(loaded, model.float()) and not loaded.training
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
-    assert loaded.config.vocab_size == 21
+    ids[0, 2] = 20  # the new token
     assert torch.equal(loaded.log_probs(ids), model.log_probs(ids))
 
 
@@ -221,9 +220,8 @@ def test_missing_shard_is_named(folder):
     missing = sorted(shard(folder).glob("model-*"))[1]
     names = load_file(missing)
     missing.unlink()
-    with pytest.raises(ANY) as error:
+    with pytest.raises(ANY, match="|".join(names)):
         mhf.load(folder)
-    assert any(name in str(error.value) for name in names)
 
 
 def test_duplicates_of_a_published_checkpoint_are_kept(folder, ids):

@@ -25,8 +25,7 @@ def table_of(pieces, pad_id, *sizes):
 
 @pytest.fixture(scope="module")
 def expected():
-    arrays = np.load(FIXTURES / "tiny_h4/expected.npz").items()
-    return {name: torch.from_numpy(array) for name, array in arrays}
+    return {k: torch.from_numpy(a) for k, a in np.load(FIXTURES / "tiny_h4/expected.npz").items()}
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +47,8 @@ FIGURES = {
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_figure_of_the_authors_model(published, expected, name):
-    """Each figure is the authors' within 1e-5 + 1e-6·|value|: float32, summed in another order.
-
-    log P is the difference of two numbers of up to 91, whose neighbours in float32 are 8e-6 away.
-    """
-    atol = 2e-5 if name == "log_prob" else 1e-5
+    """Each figure is the authors' within 1e-5 + 1e-6·|value|: float32, summed in another order."""
+    atol = 2e-5 if name == "log_prob" else 1e-5  # the difference of two numbers of up to 91
     close(FIGURES[name](published, expected["input_ids"]), expected[name], atol=atol, rtol=1e-6)
 
 
