@@ -70,7 +70,7 @@ class Config:
 
     def __post_init__(self):
         bounds = {"num_hashes": (1, 64), "num_buckets": (2, 2**24), "num_lsh": (0, self.num_hashes)}
-        bounds["pad_token_id"] = (0, 2**31 - 1)
+        bounds |= {"vocab_size": (1, 2**24), "pad_token_id": (0, 2**24)}
         for f in fields(self):
             value = getattr(self, f.name)
             kinds = getattr(f.type, "__args__", (f.type,)) if value is not None else ()
@@ -88,8 +88,7 @@ class Config:
             raise ValueError(f"{found}, num_key_value_heads {self.num_key_value_heads} do not fit")
 
     @classmethod
-    def preset(cls, name, **overrides):
-        """One of PRESETS, with some of its fields overridden."""
+    def preset(cls, name, **overrides):  # one of PRESETS, with fields overridden
         return cls(**(PRESETS[name] | overrides))
 
     def save(self, path):
@@ -164,6 +163,10 @@ class SignatureTable:
     """
 
     def __init__(self, num_hashes, num_buckets, num_lsh=0):
+        if min(num_hashes, num_buckets - 1) < 1 or not 0 <= num_lsh <= num_hashes:
+            raise ValueError(
+                f"hashes {num_hashes}, buckets {num_buckets}, LSH {num_lsh} are no table"
+            )
         self.num_hashes, self.num_buckets, self.num_lsh = num_hashes, num_buckets, num_lsh
         self.shared = num_hashes in (1, num_lsh)  # no id can be hashed again
         self.pad_id = None
@@ -233,9 +236,7 @@ class SignatureTable:
         table.tokens, table.pad_id = tokens or [None] * len(ids), pad_id
         fits = (pad_id or 0) < len(ids) == len(table.tokens)
         if not fits or ids.min() < 0 or ids.max() >= num_buckets:
-            raise ValueError(
-                f"signature ids to {ids.max()}, pad {pad_id} do not fit B {num_buckets}"
-            )
+            raise ValueError(f"signature id {ids.max()} or pad {pad_id} does not fit {num_buckets}")
         for token_id, signature in enumerate(table.signatures):
             if any(signature) or token_id == pad_id:
                 table.owner.setdefault(signature, token_id)
@@ -438,7 +439,8 @@ class LanguageModel(nn.Module):
 
     def log_probs(self, ids):
         """ids (N, T) -> calibrated log probability of every next token (N, T, V)."""
-        return (self.token_scores(self(ids)) / self.config.calibration).log_softmax(-1)
+        scores = self.token_scores(self(ids), normalised=False)
+        return (scores / self.config.calibration).log_softmax(-1)
 
     @torch.no_grad()
     def generate(self, ids, max_new_tokens=100, temperature=1.0, top_k=None, top_p=None, stop=(),
@@ -510,8 +512,7 @@ class MultiHashFormer(LanguageModel):
         for name, buffer in (("rows", rows), ("unused", torch.tensor(unused).long())):
             self.register_buffer(name, buffer.to(self.device), persistent=False)
 
-    def follow_hash_map(self, _=None):
-        """After load_state_dict: the signatures are those that were loaded."""
+    def follow_hash_map(self, _=None):  # after load_state_dict: take the signatures it loaded
         ids, old = self.model.hash_map.cpu(), self.signatures
         if not torch.equal(ids, old.ids):
             table = SignatureTable.from_ids(ids, old.num_buckets, old.pad_id, old.num_lsh)
@@ -565,10 +566,12 @@ class MultiHashFormer(LanguageModel):
         """States (..., D) -> log p_j of every bucket of every function (..., H, B)."""
         return self.hash_head(h, self.table).float().log_softmax(-1)
 
-    def token_scores(self, h):
-        """States (..., D) -> sum_j log p_j[id_j] of every token (..., V), not yet renormalised."""
-        log_p = self.bucket_log_probs(h.reshape(-1, h.shape[-1]))  # (M, H, B)
-        columns = log_p.flatten(1).T.clone(memory_format=torch.contiguous_format)  # (H * B, M)
+    def token_scores(self, h, normalised=True):
+        """States (..., D) -> sum_j log p_j[id_j] of every token (..., V), not yet renormalised;
+        if not normalised, sum_j o_j[id_j], which has the same softmax over V and is more exact."""
+        o = self.hash_head(h.reshape(-1, h.shape[-1]), self.table).float()  # (M, H, B)
+        values = (o.log_softmax(-1) if normalised else o).flatten(1)  # (M, H * B)
+        columns = values.T.clone(memory_format=torch.contiguous_format)  # (H * B, M)
         return self.sum_over_signatures(columns).T.reshape(*h.shape[:-1], -1)
 
     def valid_mass(self, ids):
@@ -596,7 +599,7 @@ class Transformer(LanguageModel):
         check_ids(ids, self.config.vocab_size)
         return self.model.embed_tokens(ids)  # (N, T, D)
 
-    def token_scores(self, h):
+    def token_scores(self, h, normalised=True):
         return (h @ self.model.embed_tokens.weight.T).float()  # (..., V)
 
     def loss_per_position(self, h, targets, objective=None):
@@ -622,8 +625,7 @@ def check_ids(ids, vocab_size):
 
 
 @torch.no_grad()
-def initialise(model):
-    """Matrices and table start at random, biases at 0, norms at 1."""
+def initialise(model):  # matrices and table at random, biases 0, norms 1
     config = model.config
     table_std = config.table_initializer_range or config.initializer_range
     for name, p in model.named_parameters():
@@ -652,10 +654,8 @@ class KVCache:
 
 def sampling_probs(logits, temperature=1.0, top_k=None, top_p=None):
     """Logits (N, V) -> the probabilities (N, V) that generate draws from.
-
-    temperature 0 is greedy; top_k keeps the k best tokens, and of those top_p the fewest with that
-    much probability. Of equal logits, the lowest id comes first.
-    """
+    temperature 0 is greedy; top_k keeps the k best tokens, of those top_p the fewest with that much
+    probability. Of equal logits, the lowest id comes first."""
     cuts_fit = (top_k is None or top_k >= 1) and (top_p is None or 0 < top_p <= 1)
     if not cuts_fit or temperature is None or not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature {temperature}, top_k {top_k} or top_p {top_p} out of range")

@@ -50,7 +50,7 @@ class Settings:
     preset: str = setting("auto", "tiny, small, 100m, 1b or 3b; auto: tiny on a CPU, else small")
     extra_layers: int = setting(0, "layers on top of the preset's: the deeper baseline", 0, 1000)
     steps: int = setting(None, "optimizer steps", 1, 2**31)
-    tokens_per_step: int = setting(None, "tokens of a step, a multiple of the context", 1, 2**40)
+    tokens_per_step: int = setting(None, "tokens of a step, a multiple of the context", 1, 2**26)
     micro_batch: int = setting(None, "sequences in memory at a time; same gradients", 1, 2**31)
     learning_rate: float = setting(None, "peak, between warm-up and cosine decay", 1e-12, 100)
     min_learning_rate: float = setting(0.1, "end of the cosine, as a share of the peak", 0, 1)
@@ -281,7 +281,6 @@ class Run:
         if self.config.model == "mhf":
             self.model.use_signatures(stored.signatures)  # a changed mhf.py may make others
         self.model.load_state_dict(stored.state_dict())
-        self.config.calibration = stored.config.calibration
         try:
             training = torch.load(checkpoint / "optimizer.pt", self.device, weights_only=True)
             self.optimizer.load_state_dict(training["optimizer"])

@@ -37,8 +37,8 @@ def share_right(scores, targets):
     return best.gather(-1, targets.unsqueeze(-1)).squeeze(-1) / best.sum(-1)
 
 
-def token_sizes(tokenizer, vocab_size):
-    """The number of bytes that every token adds to a text, a LongTensor (V,)."""
+def token_sizes(tokenizer, vocab_size=0):
+    """The number of bytes that every token adds to a text (V,); 0 for ids beyond the tokenizer."""
     sizes = [len(tokenizer.token_bytes(i) or b"") for i in range(len(tokenizer))]
     return torch.tensor(sizes + [0] * (vocab_size - len(sizes)))
 

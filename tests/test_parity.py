@@ -48,8 +48,7 @@ FIGURES = {
 @pytest.mark.parametrize("name", FIGURES)
 def test_figure_of_the_authors_model(published, expected, name):
     """Each figure is the authors' within 1e-5 + 1e-6·|value|: float32, summed in another order."""
-    atol = 2e-5 if name == "log_prob" else 1e-5  # the difference of two numbers of up to 91
-    close(FIGURES[name](published, expected["input_ids"]), expected[name], atol=atol, rtol=1e-6)
+    close(FIGURES[name](published, expected["input_ids"]), expected[name], atol=1e-5, rtol=1e-6)
 
 
 def test_greedy_continuation_is_the_authors(published, expected):

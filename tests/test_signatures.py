@@ -163,6 +163,14 @@ def test_tracing_into_a_full_class_is_an_error():
         registered(FULL, 2, 4, pad_id=0).trace(OVER)
 
 
+@pytest.mark.parametrize("sizes", [(0, 8), (2, 1), (2, 8, 3)])
+def test_impossible_tables_are_refused(sizes):
+    """No function, no bucket beside the reserved one, more LSH than functions: ValueError."""
+    with pytest.raises(ValueError) as error:
+        SignatureTable(*sizes)
+    one_sentence(error, sizes[-1])
+
+
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 64, 2)], ids=["H = 1", "all LSH"])
 def test_tokens_share_where_nothing_can_be_hashed_again(sizes):
     """The first candidate stands; the owner is the lowest id; no token counts as re-hashed."""

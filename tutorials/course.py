@@ -20,7 +20,7 @@ import mhf
 import train
 from support.cache import Archive, fetch, fetched
 from support.data import batch, prepare
-from support.evaluate import evaluate, share_right
+from support.evaluate import evaluate, share_right, token_sizes
 from support.tokenizer import Tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -222,11 +222,6 @@ def fit(model, ids, steps, seed=0, learning_rate=1e-3, rows=8, objective=None):
 # ---------------------------------------------------------------------------------------------
 # Measures
 # ---------------------------------------------------------------------------------------------
-
-
-def token_sizes(tokenizer):
-    """Bytes of every token (V,)."""
-    return torch.tensor([len(tokenizer.token_bytes(i) or b"") for i in range(len(tokenizer))])
 
 
 def quality(model, corpus, max_tokens=8192):
