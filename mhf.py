@@ -3,8 +3,7 @@
 Every token is a signature: one id from each of H hash functions. The signature selects H rows of a
 small table, a gate mixes those rows into one input vector, and the decoder predicts the H ids of
 the next token one after another. The table has H * B rows no matter how many tokens there are, so
-adding a token adds no parameters. Paper: "MultiHashFormer: Hash-based Generative Language Models",
-arXiv 2606.28057.
+adding a token adds no parameters. The paper is arXiv 2606.28057, by Xue, Yamaguchi and Aletras.
 
     "cat"                                                        log P("sat")
       | hash with H seeds                                             ^ renormalise over V tokens
@@ -462,7 +461,8 @@ class LanguageModel(nn.Module):
             if context.shape[1] > window:
                 context = new = context[:, -max(1, window // 2) :]
                 cache = KVCache()
-            logits = self.token_scores(self(new, cache)[:, -1]) / config.calibration  # (N, V)
+            with torch.inference_mode():
+                logits = self.token_scores(self(new, cache)[:, -1]) / config.calibration  # (N, V)
             p = sampling_probs(logits, temperature, top_k, top_p)  # (N, V)
             new = torch.multinomial(p, 1, generator=rng) if temperature else p.argmax(-1, True)
             new = new.masked_fill(done, config.pad_token_id or 0)
