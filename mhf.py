@@ -32,6 +32,7 @@ import mmh3
 import numpy as np
 import torch
 import torch.nn.functional as F
+from huggingface_hub import save_torch_state_dict, snapshot_download
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -42,79 +43,76 @@ from torch import nn
 class Config:
     """Everything that shapes the model, under the names of the published config.json files."""
 
-    vocab_size: int = 8192  # V; the signatures decide it
+    vocab_size: int = 8192  # V, as the signatures
     hidden_size: int = 128  # D
     num_hidden_layers: int = 4
     num_attention_heads: int = 2  # A
     num_key_value_heads: int = 1  # K
-    head_dim: int | None = None  # C; None: D / A
-    intermediate_size: int = 384  # of the feed-forward layer
+    head_dim: int | None = None  # C; else D / A
+    intermediate_size: int = 384  # of FeedForward
     num_hashes: int = 4  # H
     num_buckets: int = 2048  # B
-    num_lsh: int = 0  # locality-sensitive functions of the H
+    num_lsh: int = 0  # of them locality-sensitive
     bottle_neck_dim: int = 64  # Z
     max_position_embeddings: int = 256  # longest context
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02  # standard deviation at the start
+    initializer_range: float = 0.02  # standard deviation
     # Deviation: the paper has neither of these two; these defaults are the paper's start.
     table_initializer_range: float | None = None  # of the table
-    adapter_init: str = "normal"  # or "identity", of W_s
+    adapter_init: str = "normal"  # of W_s; or "identity"
     pad_token_id: int | None = 0
     model: str = "mhf"  # or "standard", the baseline
-    objective: str = "independent"  # or "exact", "joint"
+    objective: str = "independent"  # see OBJECTIVES
     joint_weight: float = 0.25  # of the joint objective
     calibration: float = 1.0  # tau divides the scores
     extra: dict = field(default_factory=dict, repr=False)  # unknown keys
 
     def __post_init__(self):
-        bounds = {"num_hashes": (1, 64), "num_buckets": (2, 2**24), "num_lsh": (0, self.num_hashes)}
-        bounds |= {"vocab_size": (1, 2**24), "pad_token_id": (0, 2**24)}
+        bounds = {"num_hashes": (1, 64), "num_buckets": (2, 2**24)}
+        bounds |= {"num_lsh": (0, self.num_hashes), "pad_token_id": (0, 2**24)}
         for f in fields(self):
             value = getattr(self, f.name)
             kinds = getattr(f.type, "__args__", (f.type,)) if value is not None else ()
-            low, high = bounds.get(f.name, (1, 2**31 - 1))
+            low, high = bounds.get(f.name, (1, 2**24))
             if int in kinds and not (type(value) is int and low <= value <= high):
                 raise ValueError(f"{f.name} {value!r} is not from {low} to {high}")
-            if float in kinds and not (type(value) in (int, float) and 0 < value < float("inf")):
+            if float in kinds and not (type(value) in (int, float) and 0 < value < np.inf):
                 raise ValueError(f"{f.name} {value!r} is not positive")
             if value not in CHOICES.get(f.name, (value,)):
                 raise ValueError(f"{f.name} {value!r} is not in {CHOICES[f.name]}")
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         uneven = self.num_attention_heads % self.num_key_value_heads
         if uneven or self.head_dim % 2 or not self.head_dim:
-            found = f"num_attention_heads {self.num_attention_heads}, head_dim {self.head_dim}"
-            raise ValueError(f"{found}, num_key_value_heads {self.num_key_value_heads} do not fit")
+            raise ValueError(f"the heads and head_dim do not fit in {self}")
 
     @classmethod
-    def preset(cls, name, **overrides):  # one of PRESETS, with fields overridden
+    def preset(cls, name, **overrides):  # of PRESETS
         return cls(**(PRESETS[name] | overrides))
 
     def save(self, path):
         """Write a config.json that also holds the fixed entries of the published ones."""
         ours = asdict(self)
-        ours["rope_parameters"] = {"rope_theta": ours.pop("rope_theta"), "rope_type": "default"}
+        ours["rope_parameters"] = dict(rope_theta=ours.pop("rope_theta"), rope_type="default")
         ours["use_conditional_prob"] = self.objective != "independent"
         ours["layer_types"] = ["full_attention"] * self.num_hidden_layers
-        tokens = {"bos_token_id": self.pad_token_id, "eos_token_id": self.pad_token_id}
-        text = json.dumps(PUBLISHED | tokens | ours.pop("extra") | ours, indent=2, sort_keys=True)
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        ends = dict.fromkeys(("bos_token_id", "eos_token_id"), self.pad_token_id)
+        entries = PUBLISHED | ends | ours.pop("extra") | ours
+        Path(path).write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", "utf-8")
 
     @classmethod
     def load(cls, path):
         """Read a config.json. ValueError for a setting that this file does not implement."""
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise ValueError(f"it must hold an object, not {found!r}")
+        found = dict(json.loads(Path(path).read_text("utf-8")))
         rope = found.pop("rope_parameters", None) or {}
         places = [found, rope, found.get("rope_scaling") or {}]
         places += [{"layer_types": kind} for kind in found.pop("layer_types", None) or []]
-        for name, implemented in IMPLEMENTED.items():
-            if wrong := [p[name] for p in places if p.get(name) not in (None, implemented)]:
+        for name, value in IMPLEMENTED.items():
+            if wrong := [p[name] for p in places if p.get(name) not in (None, value)]:
                 raise ValueError(f"{name} {wrong[0]!r} is not implemented")
         thetas = {p["rope_theta"] for p in places if "rope_theta" in p}
         if len(thetas) != 1 or not found.keys() >= {*SIZES}:
-            raise ValueError(f"one rope_theta, not {thetas}, and {SIZES} are needed")
+            raise ValueError(f"one rope_theta, not {thetas}, and {SIZES} are due")
         found["rope_theta"] = thetas.pop()
         found.setdefault("model", "mhf" if "num_hashes" in found else "standard")
         conditional = found.pop("use_conditional_prob", False)
@@ -125,10 +123,10 @@ class Config:
 
 OBJECTIVES = ("independent", "exact", "joint")
 CHOICES = dict(model=("mhf", "standard"), adapter_init=("normal", "identity"), objective=OBJECTIVES)
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")
-SIZES += ("intermediate_size", "max_position_embeddings")
+SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+SIZES += ("num_key_value_heads", "intermediate_size", "max_position_embeddings")
 OURS = dict(adapter_init="identity", table_initializer_range=0.08, objective="exact")
-PAPER = dict(num_buckets=16384, vocab_size=32768)  # H4B16K; H3B10K: num_hashes 3, num_buckets 10624
+PAPER = dict(num_buckets=16384, vocab_size=32768)  # H4B16K; H3B10K has 10624
 PRESETS = {
     "tiny": dict(zip(SIZES, (4, 128, 2, 1, 384, 256))) | OURS,
     "small": dict(zip(SIZES, (8, 512, 8, 2, 1536, 512))) | OURS,
@@ -139,40 +137,38 @@ PRESETS = {
 FIXED = {"attention_bias": False, "hidden_act": "silu", "lsh_only_embed": False}
 FIXED |= {"tie_word_embeddings": True, "use_sliding_window": False}
 IMPLEMENTED = {"rope_type": "default", "type": "default", "layer_types": "full_attention"}
-IMPLEMENTED |= FIXED | {"partial_rotary_factor": 1.0}  # another value is refused
-PUBLISHED = FIXED | dict(  # these are written and never read
+IMPLEMENTED |= FIXED | {"partial_rotary_factor": 1.0}
+PUBLISHED = FIXED | dict(  # written, never read
     architectures=["Qwen3ForCausalLM"], model_type="qwen3", transformers_version="5.3.0",
     attention_dropout=0.0, dtype="float32", fused_decoding=False, max_window_layers=28,
     sliding_window=None, use_cache=True)  # fmt: skip
 
 
 # ---- Signatures (section 3.1 of the paper) ------------------------------------------------------
-hash128 = mmh3.mmh3_x64_128_uintdigest  # (bytes, seed) -> unsigned 128-bit integer
+hash128 = mmh3.mmh3_x64_128_uintdigest  # (bytes, seed) -> int
 
 
 class SignatureTable:
     """Gives every token (bytes) a signature of H ids between 1 and B - 1; padding gets zeros.
-
         id_j = murmurhash3_x64_128(token, seed=j) mod (B - 1) + 1
     If another token has the signature already, only the last id is hashed again, with the seeds H,
     H + 1, ... until it is free. Where no id can be hashed again (H = 1, or all functions are
     locality-sensitive), tokens share signatures.
     Deviation: the authors' code forgets some tokens when it hashes again, and then hands out
-    duplicates. Here signatures are unique; where theirs are, too, the two are equal.
-    """
+    duplicates. Here signatures are unique; where theirs are, too, the two are equal."""
 
     def __init__(self, num_hashes, num_buckets, num_lsh=0):
         if min(num_hashes, num_buckets - 1) < 1 or not 0 <= num_lsh <= num_hashes:
-            raise ValueError(
-                f"hashes {num_hashes}, buckets {num_buckets}, LSH {num_lsh} are no table"
-            )
-        self.num_hashes, self.num_buckets, self.num_lsh = num_hashes, num_buckets, num_lsh
+            raise ValueError(f"no table: {num_hashes=}, {num_buckets=}, {num_lsh=}")
+        self.num_hashes = num_hashes
+        self.num_buckets = num_buckets
+        self.num_lsh = num_lsh
         self.shared = num_hashes in (1, num_lsh)  # no id can be hashed again
         self.pad_id = None
-        self.tokens = []  # bytes of every token id; None if the id is unused or unknown
-        self.signatures = []  # a tuple of H ids for every token id
+        self.tokens = []  # bytes; None if unused or unknown
+        self.signatures = []  # a tuple of H ids for every token
         self.owner = {}  # signature -> the lowest token id that has it
-        self.rehashed = []  # token ids whose first signature was taken
+        self.rehashed = []  # ids whose first signature was taken
 
     def __len__(self):
         return len(self.signatures)
@@ -184,13 +180,14 @@ class SignatureTable:
     def extend(self, tokens, pad_id=None):
         """Add tokens in the order of their ids; None stands for an id that is never used.
         ValueError, and no change, for a second pad, a token twice, and if no signature is free."""
-        tokens, owner, signatures, rehashed = list(tokens), dict(self.owner), [], []
+        tokens, owner = list(tokens), dict(self.owner)
+        signatures, rehashed = [], []
         new_ids = range(len(self), len(self) + len(tokens))
         if pad_id is not None and (self.pad_id is not None or pad_id not in new_ids):
-            raise ValueError(f"pad_id {pad_id} is not in {new_ids} or not the first")
+            raise ValueError(f"{pad_id=} is not in {new_ids} or not the first")
         for token, count in Counter([*self.tokens, *tokens]).items():
             if token is not None and count > 1:
-                raise ValueError(f"token {token!r} would be in the table twice")
+                raise ValueError(f"token {token!r} would be there twice")
         lsh = lsh_ids(tokens, self.num_lsh, self.num_buckets)
         for token_id, token, local in zip(new_ids, tokens, lsh):
             signature = (0,) * self.num_hashes
@@ -203,28 +200,30 @@ class SignatureTable:
             if token is not None or token_id == pad_id:
                 owner.setdefault(signature, token_id)
             signatures.append(signature)
-        self.tokens, self.signatures = self.tokens + tokens, self.signatures + signatures
-        self.owner, self.rehashed = owner, self.rehashed + rehashed
+        self.tokens += tokens
+        self.signatures += signatures
+        self.rehashed += rehashed
+        self.owner = owner
         self.pad_id = self.pad_id if pad_id is None else pad_id
 
     def candidates(self, token, lsh=()):
         """Yield the signature as first hashed, then with its last id hashed again and again."""
-        buckets = self.num_buckets - 1
-        hashed = [hash128(token, seed) % buckets + 1 for seed in range(len(lsh), self.num_hashes)]
+        H, buckets = self.num_hashes, self.num_buckets - 1
+        hashed = [hash128(token, seed) % buckets + 1 for seed in range(len(lsh), H)]
         yield (*lsh, *hashed)
-        for seed in range(self.num_hashes, self.num_hashes + 100 * buckets):
+        for seed in range(H, H + 100 * buckets):
             yield (*lsh, *hashed[:-1], hash128(token, seed) % buckets + 1)
         raise ValueError(f"{token!r}: no signature is free; raise num_buckets")
 
     def trace(self, token):
         """The tries for a token's last id: [(seed, last id, token id that had the signature)]."""
-        own = self.tokens.index(token) if token in self.tokens else None
         lsh = lsh_ids([token], self.num_lsh, self.num_buckets)[0]
-        tries = []
-        for seed, signature in enumerate(self.candidates(token, lsh), self.num_hashes - 1):
-            taken_by = None if self.shared else self.owner.get(signature)
-            tries.append((seed, signature[-1], None if taken_by == own else taken_by))
-            if tries[-1][2] is None:
+        candidates, tries = self.candidates(token, lsh), []
+        for seed, signature in enumerate(candidates, self.num_hashes - 1):
+            owner = self.owner.get(signature)
+            free = self.shared or owner is None or self.tokens[owner] == token
+            tries.append((seed, signature[-1], None if free else owner))
+            if free:
                 return tries
 
     @classmethod
@@ -232,10 +231,12 @@ class SignatureTable:
         """The table of a checkpoint, whose stored ids (V, H) are taken as they are."""
         table = cls(ids.shape[1], num_buckets, num_lsh)
         table.signatures = [tuple(signature) for signature in ids.tolist()]
-        table.tokens, table.pad_id = tokens or [None] * len(ids), pad_id
-        fits = (pad_id or 0) < len(ids) == len(table.tokens)
-        if not fits or ids.min() < 0 or ids.max() >= num_buckets:
-            raise ValueError(f"signature id {ids.max()} or pad {pad_id} does not fit {num_buckets}")
+        table.tokens = [*(tokens or [None] * len(ids))]
+        table.pad_id = pad_id
+        if len(table.tokens) != len(ids):
+            raise ValueError(f"tokens.txt has {len(table.tokens)} lines, not {len(ids)}")
+        if ids.min() < 0 or ids.max() >= num_buckets or (pad_id or 0) >= len(ids):
+            raise ValueError(f"signature id {ids.max()} or pad {pad_id} is out of range")
         for token_id, signature in enumerate(table.signatures):
             if any(signature) or token_id == pad_id:
                 table.owner.setdefault(signature, token_id)
@@ -254,15 +255,18 @@ def lsh_ids(tokens, num_lsh, num_buckets, chunk=256):
     directions = F.normalize(directions, dim=-1)
     sums = []
     for token in tokens:
-        text = (token or b"").decode("utf-8", errors="backslashreplace")
+        text = (token or b"").decode("utf-8", "backslashreplace")
         trigrams = Counter([text[i : i + 3] for i in range(len(text) - 2)] or [text])
         counts = torch.tensor(list(trigrams.values()), dtype=torch.float32)
         for j in range(num_lsh):
             chosen = [hash128(trigram.encode(), j) % 16000 for trigram in trigrams]
             sums.append(counts @ rows[chosen, j])  # (512,)
-    codes = torch.where(torch.cat(sums).view(len(tokens), -1) >= 0, 1.0, -1.0) / 512**0.5
-    nearest = [torch.einsum("nv,vjb->njb", c, directions).argmax(-1) for c in codes.split(chunk)]
-    return (torch.cat(nearest) + 1).tolist()
+    sums = torch.cat(sums).view(len(tokens), -1)  # (V, 512 num_lsh)
+    codes = torch.where(sums >= 0, 1.0, -1.0) / 512**0.5
+    nearest = []
+    for c in codes.split(chunk):
+        nearest += torch.einsum("nv,vjb->njb", c, directions).argmax(-1).add(1).tolist()
+    return nearest  # V lists of num_lsh
 
 
 # ---- Gated embedding (section 3.2 of the paper) -------------------------------------------------
@@ -304,17 +308,17 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = nn.RMSNorm(C, eps), nn.RMSNorm(C, eps)
 
     def forward(self, x, cos, sin, cache=None, layer=0):
-        N, T, _ = x.shape
-        q = self.q_norm(self.q_proj(x).view(N, T, -1, self.head_dim).to(x.dtype)).transpose(1, 2)
-        k = self.k_norm(self.k_proj(x).view(N, T, -1, self.head_dim).to(x.dtype)).transpose(1, 2)
-        v = self.v_proj(x).view(N, T, -1, self.head_dim).transpose(1, 2)  # (N, K, T, C)
+        T, heads = x.shape[1], (*x.shape[:2], -1, self.head_dim)
+        q = self.q_norm(self.q_proj(x).view(heads).to(x.dtype)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(heads).to(x.dtype)).transpose(1, 2)
+        v = self.v_proj(x).view(heads).transpose(1, 2)  # (N, K, T, C)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)  # (N, A, T, C), (N, K, T, C)
         if cache is not None:
             k, v = cache.update(layer, k, v)
         past, mask = k.shape[2] - T, None
-        if past and T > 1:  # a single token may look at everything in the cache
-            mask = torch.ones(T, past + T, dtype=torch.bool, device=x.device).tril(past)
-        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=past == 0, enable_gqa=True)
+        if past and T > 1:  # one token alone may see the whole cache
+            mask = x.new_ones(T, past + T, dtype=torch.bool).tril(past)
+        y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=not past, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).flatten(2))  # (N, T, D)
 
 
@@ -364,8 +368,9 @@ class Backbone(nn.Module):
         if end > window:
             raise ValueError(f"{end} positions exceed max_position_embeddings {window}")
         # Computed here, in float32, so that no cast of the model rounds the angles.
-        pairs = torch.arange(0, self.config.head_dim, 2, device=x.device).float()
-        frequency = self.config.rope_theta ** -(pairs / self.config.head_dim)  # (C / 2,)
+        C = self.config.head_dim
+        pairs = torch.arange(0, C, 2, device=x.device).float()
+        frequency = self.config.rope_theta ** -(pairs / C)  # (C / 2,)
         positions = torch.arange(start, end, device=x.device).float()
         angle = torch.outer(positions, frequency).repeat(1, 2)  # (T, C)
         cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
@@ -388,8 +393,7 @@ class CascadeDecoder(nn.Module):
     c_1 = h
     o_j = E_j c_j                        logits of function j over its B buckets
     e_j = softmax(o_j) E_j               soft embedding: what function j tells the next one
-    c_{j+1} = c_j + W_up SiLU(W_dn [c_j ; e_j] + b_dn) + b_up
-    """
+    c_{j+1} = c_j + W_up SiLU(W_dn [c_j ; e_j] + b_dn) + b_up"""
 
     def __init__(self, config):
         super().__init__()
@@ -448,24 +452,25 @@ class LanguageModel(nn.Module):
         A row ends after a token in `stop`; from then on it yields the pad. A full context is cut to
         its newest half. return_log_probs: yield pairs (token, its calibrated log probability before
         temperature, top_k and top_p, which sampling_probs explains)."""
-        config, device, window = self.config, self.device, self.config.max_position_embeddings
+        device, window = self.device, self.config.max_position_embeddings
         rng = None if seed is None else torch.Generator(device).manual_seed(seed)
         stop = torch.tensor([*stop], device=device)
         prompt = torch.as_tensor(ids, device=device)
         if prompt.numel() == 0:
             raise ValueError("the prompt is empty")
         context = new = torch.atleast_2d(prompt)  # (N, T)
-        done = torch.zeros(len(context), 1, dtype=torch.bool, device=device)
+        done = torch.zeros_like(context[:, :1], dtype=torch.bool)
         cache = KVCache()
         for _ in range(max_new_tokens):
             if context.shape[1] > window:
                 context = new = context[:, -max(1, window // 2) :]
                 cache = KVCache()
             with torch.inference_mode():
-                logits = self.token_scores(self(new, cache)[:, -1]) / config.calibration  # (N, V)
+                h = self(new, cache)[:, -1]  # (N, D)
+                logits = self.token_scores(h, normalised=False) / self.config.calibration  # (N, V)
             p = sampling_probs(logits, temperature, top_k, top_p)  # (N, V)
             new = torch.multinomial(p, 1, generator=rng) if temperature else p.argmax(-1, True)
-            new = new.masked_fill(done, config.pad_token_id or 0)
+            new = new.masked_fill(done, self.config.pad_token_id or 0)
             log_p = logits.log_softmax(-1).gather(-1, new).masked_fill(done, 0)  # (N, 1)
             result = [x.item() if prompt.dim() == 1 else x[:, 0].cpu() for x in (new, log_p)]
             yield tuple(result) if return_log_probs else result[0]
@@ -476,14 +481,23 @@ class LanguageModel(nn.Module):
 
     def num_parameters(self):
         """How many parameters each part has, and how many a V x D table would have."""
-        parts = {"total": self, "table": self.model.embed_tokens, "blocks": self.model.layers}
-        sizes = {k: sum(p.numel() for p in part.parameters()) for k, part in parts.items()}
-        sizes["blocks"] += self.config.hidden_size  # the final norm
-        sizes["hashing"] = sizes["total"] - sizes["table"] - sizes["blocks"]  # gate and cascade
-        return sizes | {"standard_table": self.config.vocab_size * self.config.hidden_size}
+        parts = dict(total=self, table=self.model.embed_tokens, blocks=self.model.layers)
+        n = {k: sum(p.numel() for p in v.parameters()) for k, v in parts.items()}
+        n["blocks"] += self.config.hidden_size
+        n["hashing"] = n["total"] - n["table"] - n["blocks"]
+        n["standard_table"] = self.config.vocab_size * self.config.hidden_size
+        return n
 
-    def save_pretrained(self, folder):  # in the published format
-        save(self, Path(folder))
+    def save_pretrained(self, folder):
+        """Write config.json, model.safetensors and, where they are known, the tokens."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.config.extra["dtype"] = str(self.model.norm.weight.dtype).split(".")[1]
+        self.config.save(folder / "config.json")
+        save_torch_state_dict(self.state_dict(), folder)
+        if self.config.model == "mhf":
+            lines = ["-" if t is None else b64encode(t).decode() for t in self.signatures.tokens]
+            (folder / "tokens.txt").write_text("\n".join([*lines, ""]), "utf-8")
 
 
 class MultiHashFormer(LanguageModel):
@@ -499,25 +513,6 @@ class MultiHashFormer(LanguageModel):
         self.register_load_state_dict_post_hook(MultiHashFormer.follow_hash_map)
         initialise(self)
 
-    def use_signatures(self, table):  # of all this, checkpoints hold only hash_map
-        H, B, _ = self.table.shape
-        if (table.num_hashes, table.num_buckets) != (H, B):
-            raise ValueError(f"signatures are not of {H} hashes and {B} buckets")
-        self.signatures = table
-        self.config.vocab_size, self.config.pad_token_id = len(table), table.pad_id
-        ids = table.ids  # (V, H)
-        unused = [i for i, s in enumerate(table.signatures) if not any(s) and i != table.pad_id]
-        rows = ids + torch.arange(H) * B  # (V, H): function j has the rows from j B on
-        self.model.register_buffer("hash_map", ids.to(self.device))
-        for name, buffer in (("rows", rows), ("unused", torch.tensor(unused).long())):
-            self.register_buffer(name, buffer.to(self.device), persistent=False)
-
-    def follow_hash_map(self, _=None):  # after load_state_dict: take the signatures it loaded
-        ids, old = self.model.hash_map.cpu(), self.signatures
-        if not torch.equal(ids, old.ids):
-            table = SignatureTable.from_ids(ids, old.num_buckets, old.pad_id, old.num_lsh)
-            self.use_signatures(table)
-
     @property
     def table(self):
         """The table as (H, B, D): the rows of each function, shared by input and output."""
@@ -531,20 +526,17 @@ class MultiHashFormer(LanguageModel):
         return (x, gate) if return_gate else x
 
     def sum_over_signatures(self, columns):
-        """Bucket values (H * B, M) -> their sums over every token's signature (V, M).
-        Scoring all tokens is embedding them in a table with one column per position: embedding_bag
-        does it without a (V, M, H) tensor. Unused ids get -inf."""
+        """Bucket values (H * B, M) -> their sums over the signatures (V, M), -inf for unused ids.
+        embedding_bag takes the values for a table of rows: there is no (V, M, H) tensor."""
         sums = F.embedding_bag(self.rows, columns, mode="sum")  # (V, M)
-        return sums.index_fill(0, self.unused, -torch.inf) if len(self.unused) else sums
+        return sums.index_fill_(0, self.unused, -torch.inf)
 
     def loss_per_position(self, h, targets, objective=None):
         """States (M, D), target token ids (M,) -> loss (M,).
-
         independent: -sum_j log p_j, each function on its own (the paper)
         exact:       -log of the probability after renormalising over the V tokens
-        joint:       exact + joint_weight * independent / H
-        """
-        check_ids(targets, self.config.vocab_size)
+        joint:       exact + joint_weight * independent / H"""
+        check_ids(targets, self.config.vocab_size, self.unused)
         objective = objective or self.config.objective
         if objective not in OBJECTIVES:
             raise ValueError(f"objective {objective!r} is not in {OBJECTIVES}")
@@ -558,7 +550,8 @@ class MultiHashFormer(LanguageModel):
             return independent
         # The log-sum-exp of a function is the same for every token, so logits do for log p. The
         # softmax runs along the columns: copying (V, M) into rows would take longer than all else.
-        log_p = self.sum_over_signatures(torch.cat(logits).float()).log_softmax(0)  # (V, M)
+        scores = self.sum_over_signatures(torch.cat(logits).float())  # (V, M)
+        log_p = scores.log_softmax(0)
         exact = -log_p.gather(0, targets.unsqueeze(0))[0]  # (M,)
         return exact + self.config.joint_weight / self.config.num_hashes * independent
 
@@ -578,6 +571,27 @@ class MultiHashFormer(LanguageModel):
         """The probability (N, T) that the H functions put on signatures of real tokens."""
         distinct = list(self.signatures.owner.values())  # one token of every signature
         return self.token_scores(self(ids))[..., distinct].exp().sum(-1)
+
+    def use_signatures(self, table):  # checkpoints hold only hash_map
+        H, B, _ = self.table.shape
+        if (table.num_hashes, table.num_buckets) != (H, B):
+            raise ValueError(f"not signatures of {H} hashes, {B} buckets")
+        self.signatures = table
+        self.config.vocab_size = len(table)
+        self.config.pad_token_id = table.pad_id
+        ids = table.ids.to(self.device)  # (V, H)
+        rows = ids + torch.arange(H, device=self.device) * B  # function j: from j B on
+        unused = (ids == 0).all(-1).nonzero()[:, 0]
+        unused = unused[unused != (-1 if table.pad_id is None else table.pad_id)]
+        self.model.register_buffer("hash_map", ids)
+        self.register_buffer("rows", rows, persistent=False)
+        self.register_buffer("unused", unused, persistent=False)
+
+    def follow_hash_map(self, _=None):  # as it was loaded
+        ids, old = self.model.hash_map.cpu(), self.signatures
+        if not torch.equal(ids, old.ids):
+            shape = old.num_buckets, old.pad_id, old.num_lsh
+            self.use_signatures(SignatureTable.from_ids(ids, *shape))
 
     def expand(self, tokens):
         """Give new tokens (bytes) signatures. No parameter is added, removed or changed."""
@@ -613,19 +627,22 @@ class Transformer(LanguageModel):
         if len({*self.added, *tokens}) < len(self.added) + len(tokens):
             raise ValueError("a token is added twice")
         self.added += tokens
-        new = torch.cat((old, old.mean(0, keepdim=True).expand(len(tokens), -1))).detach()  # (V, D)
-        self.model.embed_tokens = nn.Embedding.from_pretrained(new, freeze=not old.requires_grad)
-        self.config.vocab_size = len(new)
+        rows = torch.cat((old, old.mean(0).expand(len(tokens), -1))).detach()  # (V, D)
+        self.model.embed_tokens = nn.Embedding.from_pretrained(rows, not old.requires_grad)
+        self.config.vocab_size = len(rows)
 
 
-def check_ids(ids, vocab_size):
+def check_ids(ids, vocab_size, unused=()):
     """Refuse ids out of range: indexing would read a negative one from the end of the table."""
-    if not torch.compiler.is_compiling() and ((ids < 0) | (ids >= vocab_size)).any():
-        raise ValueError(f"ids {ids.min()} to {ids.max()} are not all in 0 to {vocab_size - 1}")
+    if not torch.compiler.is_compiling():
+        if ((ids < 0) | (ids >= vocab_size)).any():
+            raise ValueError(f"ids {ids.min()} to {ids.max()} are not in 0 to {vocab_size - 1}")
+        if len(unused) and torch.isin(ids, unused).any():
+            raise ValueError("a target is an id that is never used")
 
 
 @torch.no_grad()
-def initialise(model):  # matrices and table at random, biases 0, norms 1
+def initialise(model):  # biases 0, norms 1, the rest at random
     config = model.config
     table_std = config.table_initializer_range or config.initializer_range
     for name, p in model.named_parameters():
@@ -642,24 +659,23 @@ class KVCache:
     """Keys and values of the tokens read so far, one pair of tensors per layer."""
 
     def __init__(self):
-        self.length, self.keys, self.values = 0, {}, {}
+        self.length, self.pairs = 0, {}
 
-    def update(self, layer, k, v):  # append k, v (N, K, T, C) -> all of the layer
-        if layer in self.keys:
-            k = torch.cat((self.keys[layer], k), dim=2)
-            v = torch.cat((self.values[layer], v), dim=2)
-        self.keys[layer], self.values[layer], self.length = k, v, k.shape[2]
+    def update(self, layer, k, v):  # k, v (N, K, T, C) -> all so far
+        if layer in self.pairs:
+            k, v = (torch.cat(both, dim=2) for both in zip(self.pairs[layer], (k, v)))
+        self.pairs[layer] = k, v
+        self.length = k.shape[2]
         return k, v
 
 
 def sampling_probs(logits, temperature=1.0, top_k=None, top_p=None):
-    """Logits (N, V) -> the probabilities (N, V) that generate draws from.
-    temperature 0 is greedy; top_k keeps the k best tokens, of those top_p the fewest with that much
-    probability. Of equal logits, the lowest id comes first."""
+    """Logits (N, V) -> the probabilities (N, V) that generate draws from. temperature 0 is greedy;
+    top_k keeps the k best, of those top_p the fewest with that mass; of equals, the lowest ids."""
     cuts_fit = (top_k is None or top_k >= 1) and (top_p is None or 0 < top_p <= 1)
-    if not cuts_fit or temperature is None or not 0 <= temperature < float("inf"):
-        raise ValueError(f"temperature {temperature}, top_k {top_k} or top_p {top_p} out of range")
-    if temperature < 1e-6:  # float32 cannot divide by much less
+    if not cuts_fit or temperature is None or not 0 <= temperature < np.inf:
+        raise ValueError(f"out of range: {temperature=}, {top_k=} or {top_p=}")
+    if temperature < 1e-6:
         return F.one_hot(logits.argmax(-1), logits.shape[-1]).float()
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if top_k is None and top_p is None:
@@ -669,65 +685,49 @@ def sampling_probs(logits, temperature=1.0, top_k=None, top_p=None):
         ordered[:, top_k:] = -torch.inf
     probs = ordered.softmax(-1)
     if top_p is not None:
-        better = probs.cumsum(-1) - probs  # the mass of all tokens that come before
+        better = probs.cumsum(-1) - probs  # what comes before each
         probs = probs.masked_fill(better >= top_p, 0)
     return torch.zeros_like(probs).scatter(-1, order, probs / probs.sum(-1, keepdim=True))
 
 
 # ---- Saving, loading, devices and mixed precision -----------------------------------------------
-def save(model, folder):
-    """Write config.json, model.safetensors and, where they are known, the tokens."""
-    from huggingface_hub import save_torch_state_dict  # splits what is larger than 5 GB
-
-    folder.mkdir(parents=True, exist_ok=True)
-    model.config.extra["dtype"] = str(model.model.norm.weight.dtype).removeprefix("torch.")
-    model.config.save(folder / "config.json")
-    save_torch_state_dict(model.state_dict(), folder)
-    if model.config.model == "mhf":
-        lines = ["-" if t is None else b64encode(t).decode() for t in model.signatures.tokens]
-        (folder / "tokens.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def find_checkpoint(name, revision=None):
     """A folder: the one named, a run's last checkpoint, or a download from Hugging Face."""
     folder, last = Path(name), Path(name) / "last"
     if folder.is_dir():
-        return folder / last.read_text(encoding="utf-8").strip() if last.is_file() else folder
-    from huggingface_hub import snapshot_download
-
+        return folder / last.read_text("utf-8").strip() if last.is_file() else folder
     wanted = ["*.json", "*.safetensors", "*.tiktoken", "tokens.txt"]
     try:
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=wanted))
     except OSError as error:
-        raise ValueError(f"{name} is no folder, nor to be had from the hub: {error}") from None
+        raise ValueError(f"{name}: no folder, no hub name: {error}") from None
 
 
 def load(name, revision=None):
     """A MultiHashFormer or a Transformer, whichever the folder, run or hub id holds, in float32."""
     folder, tensors = find_checkpoint(name, revision), {}
-    file = folder / "config.json"  # the one that is being read, for an error to name
+    file = folder / "config.json"  # for an error to name
     try:
         config = Config.load(file)
-        for file in list(folder.glob("model*.safetensors")) or [folder / "model.safetensors"]:
+        for file in [*folder.glob("model*.safetensors")] or [folder / "model.safetensors"]:
             tensors |= load_file(file)
         table = tensors["model.embed_tokens.weight"]
         if not torch.equal(tensors.pop("lm_head.weight", table), table):
-            raise ValueError("lm_head.weight is not tied to the table: not implemented")
-        if not all(tensor.isfinite().all() for tensor in tensors.values()):
-            raise ValueError("some weights are not finite numbers")
+            raise ValueError("lm_head.weight is not the table")
+        if not all(t.isfinite().all() for t in tensors.values()):
+            raise ValueError("some weights are not finite")
         if config.model == "standard":
             model = Transformer(config)
         else:
             ids = tensors["model.hash_map"]
             file = folder / "tokens.txt"
-            lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-            tokens = [None if line == "-" else b64decode(line, validate=True) for line in lines]
-            if len(tokens) in (0, len(ids)):
-                file = folder  # from here on, it is how the files fit each other
+            lines = file.read_text("utf-8").splitlines() if file.exists() else []
+            tokens = [None if t == "-" else b64decode(t, validate=True) for t in lines]
+            file = folder  # any file of it
             shape = config.num_buckets, config.pad_token_id, config.num_lsh
             model = MultiHashFormer(config, SignatureTable.from_ids(ids, *shape, tokens))
-        model.load_state_dict(tensors)  # names every key that is missing, unknown or misshapen
-    except (ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        model.load_state_dict(tensors)  # names the keys that do not fit
+    except (ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise ValueError(f"checkpoint {file}: {error}") from error
     return model.eval()
 
@@ -741,7 +741,7 @@ def choose_device(name="auto"):
         torch.zeros(1, device=name).item()
         return torch.device(name)
     except (RuntimeError, AssertionError):
-        raise ValueError(f"device {name!r} is not available here; try auto") from None
+        raise ValueError(f"device {name!r} is not available; try auto") from None
 
 
 def choose_precision(name, device):
