@@ -43,7 +43,7 @@ from torch import nn
 class Config:
     """Everything that shapes the model, under the names of the published config.json files."""
 
-    vocab_size: int = 8192  # V, as the signatures
+    vocab_size: int = 8192  # V; the signatures decide
     hidden_size: int = 128  # D
     num_hidden_layers: int = 4
     num_attention_heads: int = 2  # A
@@ -52,18 +52,18 @@ class Config:
     intermediate_size: int = 384  # of FeedForward
     num_hashes: int = 4  # H
     num_buckets: int = 2048  # B
-    num_lsh: int = 0  # of them locality-sensitive
+    num_lsh: int = 0  # LSH functions of the H
     bottle_neck_dim: int = 64  # Z
     max_position_embeddings: int = 256  # longest context
     rope_theta: float = 1e6
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02  # standard deviation
-    # Deviation: the paper has neither of these two; these defaults are the paper's start.
+    # Deviation: not in the paper. With these defaults a model starts as in the paper.
     table_initializer_range: float | None = None  # of the table
     adapter_init: str = "normal"  # of W_s; or "identity"
     pad_token_id: int | None = 0
     model: str = "mhf"  # or "standard", the baseline
-    objective: str = "independent"  # see OBJECTIVES
+    objective: str = "independent"  # see loss_per_position
     joint_weight: float = 0.25  # of the joint objective
     calibration: float = 1.0  # tau divides the scores
     extra: dict = field(default_factory=dict, repr=False)  # unknown keys
@@ -81,10 +81,10 @@ class Config:
                 raise ValueError(f"{f.name} {value!r} is not positive")
             if value not in CHOICES.get(f.name, (value,)):
                 raise ValueError(f"{f.name} {value!r} is not in {CHOICES[f.name]}")
-        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
-        uneven = self.num_attention_heads % self.num_key_value_heads
-        if uneven or self.head_dim % 2 or not self.head_dim:
-            raise ValueError(f"the heads and head_dim do not fit in {self}")
+        A, K = self.num_attention_heads, self.num_key_value_heads
+        self.head_dim = C = self.head_dim or self.hidden_size // A
+        if A % K or C % 2 or C == 0:
+            raise ValueError(f"{A} heads, {K} num_key_value_heads, head_dim {C} do not fit")
 
     @classmethod
     def preset(cls, name, **overrides):  # of PRESETS
@@ -112,7 +112,7 @@ class Config:
                 raise ValueError(f"{name} {wrong[0]!r} is not implemented")
         thetas = {p["rope_theta"] for p in places if "rope_theta" in p}
         if len(thetas) != 1 or not found.keys() >= {*SIZES}:
-            raise ValueError(f"one rope_theta, not {thetas}, and {SIZES} are due")
+            raise ValueError(f"one rope_theta, not {thetas}; also {SIZES}")
         found["rope_theta"] = thetas.pop()
         found.setdefault("model", "mhf" if "num_hashes" in found else "standard")
         conditional = found.pop("use_conditional_prob", False)
@@ -138,7 +138,7 @@ FIXED = {"attention_bias": False, "hidden_act": "silu", "lsh_only_embed": False}
 FIXED |= {"tie_word_embeddings": True, "use_sliding_window": False}
 IMPLEMENTED = {"rope_type": "default", "type": "default", "layer_types": "full_attention"}
 IMPLEMENTED |= FIXED | {"partial_rotary_factor": 1.0}
-PUBLISHED = FIXED | dict(  # written, never read
+PUBLISHED = FIXED | dict(  # the rest is not read
     architectures=["Qwen3ForCausalLM"], model_type="qwen3", transformers_version="5.3.0",
     attention_dropout=0.0, dtype="float32", fused_decoding=False, max_window_layers=28,
     sliding_window=None, use_cache=True)  # fmt: skip
@@ -152,8 +152,8 @@ class SignatureTable:
     """Gives every token (bytes) a signature of H ids between 1 and B - 1; padding gets zeros.
         id_j = murmurhash3_x64_128(token, seed=j) mod (B - 1) + 1
     If another token has the signature already, only the last id is hashed again, with the seeds H,
-    H + 1, ... until it is free. Where no id can be hashed again (H = 1, or all functions are
-    locality-sensitive), tokens share signatures.
+    H + 1, ... until it is free. With H = 1, or with locality-sensitive functions alone, nothing is
+    hashed again: tokens share signatures.
     Deviation: the authors' code forgets some tokens when it hashes again, and then hands out
     duplicates. Here signatures are unique; where theirs are, too, the two are equal."""
 
@@ -163,7 +163,7 @@ class SignatureTable:
         self.num_hashes = num_hashes
         self.num_buckets = num_buckets
         self.num_lsh = num_lsh
-        self.shared = num_hashes in (1, num_lsh)  # no id can be hashed again
+        self.shared = num_hashes in (1, num_lsh)  # nothing is hashed again
         self.pad_id = None
         self.tokens = []  # bytes; None if unused or unknown
         self.signatures = []  # a tuple of H ids for every token
@@ -265,7 +265,7 @@ def lsh_ids(tokens, num_lsh, num_buckets, chunk=256):
     codes = torch.where(sums >= 0, 1.0, -1.0) / 512**0.5
     nearest = []
     for c in codes.split(chunk):
-        nearest += torch.einsum("nv,vjb->njb", c, directions).argmax(-1).add(1).tolist()
+        nearest += torch.einsum("nc,cjb->njb", c, directions).argmax(-1).add(1).tolist()
     return nearest  # V lists of num_lsh
 
 
@@ -389,7 +389,7 @@ def soft_embedding(o, E):
 
 
 class CascadeDecoder(nn.Module):
-    """Predicts the H ids one after another; its output weights are the rows of the input table.
+    """Predicts the H ids in turn, each from h and the soft predictions before it, never from ids.
     c_1 = h
     o_j = E_j c_j                        logits of function j over its B buckets
     e_j = softmax(o_j) E_j               soft embedding: what function j tells the next one
@@ -442,7 +442,7 @@ class LanguageModel(nn.Module):
 
     def log_probs(self, ids):
         """ids (N, T) -> calibrated log probability of every next token (N, T, V)."""
-        scores = self.token_scores(self(ids), normalised=False)
+        scores = self.token_scores(self(ids), log_p=False)
         return (scores / self.config.calibration).log_softmax(-1)
 
     @torch.no_grad()
@@ -467,7 +467,7 @@ class LanguageModel(nn.Module):
                 cache = KVCache()
             with torch.inference_mode():
                 h = self(new, cache)[:, -1]  # (N, D)
-                logits = self.token_scores(h, normalised=False) / self.config.calibration  # (N, V)
+                logits = self.token_scores(h, log_p=False) / self.config.calibration  # (N, V)
             p = sampling_probs(logits, temperature, top_k, top_p)  # (N, V)
             new = torch.multinomial(p, 1, generator=rng) if temperature else p.argmax(-1, True)
             new = new.masked_fill(done, self.config.pad_token_id or 0)
@@ -527,7 +527,7 @@ class MultiHashFormer(LanguageModel):
 
     def sum_over_signatures(self, columns):
         """Bucket values (H * B, M) -> their sums over the signatures (V, M), -inf for unused ids.
-        embedding_bag takes the values for a table of rows: there is no (V, M, H) tensor."""
+        embedding_bag reads them as an embedding table, so no (V, M, H) tensor is built."""
         sums = F.embedding_bag(self.rows, columns, mode="sum")  # (V, M)
         return sums.index_fill_(0, self.unused, -torch.inf)
 
@@ -535,7 +535,7 @@ class MultiHashFormer(LanguageModel):
         """States (M, D), target token ids (M,) -> loss (M,).
         independent: -sum_j log p_j, each function on its own (the paper)
         exact:       -log of the probability after renormalising over the V tokens
-        joint:       exact + joint_weight * independent / H"""
+        joint:       exact + joint_weight * independent / H: single functions keep their meaning"""
         check_ids(targets, self.config.vocab_size, self.unused)
         objective = objective or self.config.objective
         if objective not in OBJECTIVES:
@@ -548,8 +548,8 @@ class MultiHashFormer(LanguageModel):
                 independent += F.cross_entropy(o.float(), ids[:, j], reduction="none")
         if objective == "independent":
             return independent
-        # The log-sum-exp of a function is the same for every token, so logits do for log p. The
-        # softmax runs along the columns: copying (V, M) into rows would take longer than all else.
+        # A function's log-sum-exp is the same for all tokens, so logits can replace log p. The
+        # softmax runs over columns: to copy (V, M) into rows would take longer than all else.
         scores = self.sum_over_signatures(torch.cat(logits).float())  # (V, M)
         log_p = scores.log_softmax(0)
         exact = -log_p.gather(0, targets.unsqueeze(0))[0]  # (M,)
@@ -559,35 +559,35 @@ class MultiHashFormer(LanguageModel):
         """States (..., D) -> log p_j of every bucket of every function (..., H, B)."""
         return self.hash_head(h, self.table).float().log_softmax(-1)
 
-    def token_scores(self, h, normalised=True):
+    def token_scores(self, h, log_p=True):
         """States (..., D) -> sum_j log p_j[id_j] of every token (..., V), not yet renormalised;
-        if not normalised, sum_j o_j[id_j], which has the same softmax over V and is more exact."""
+        without log_p, sum_j o_j[id_j], which has the same softmax over V and is more exact."""
         o = self.hash_head(h.reshape(-1, h.shape[-1]), self.table).float()  # (M, H, B)
-        values = (o.log_softmax(-1) if normalised else o).flatten(1)  # (M, H * B)
+        values = (o.log_softmax(-1) if log_p else o).flatten(1)  # (M, H * B)
         columns = values.T.clone(memory_format=torch.contiguous_format)  # (H * B, M)
         return self.sum_over_signatures(columns).T.reshape(*h.shape[:-1], -1)
 
     def valid_mass(self, ids):
-        """The probability (N, T) that the H functions put on signatures of real tokens."""
+        """The probability (N, T) of all signatures that tokens have, the pad included."""
         distinct = list(self.signatures.owner.values())  # one token of every signature
         return self.token_scores(self(ids))[..., distinct].exp().sum(-1)
 
-    def use_signatures(self, table):  # checkpoints hold only hash_map
+    def use_signatures(self, signatures):  # checkpoints hold only hash_map
         H, B, _ = self.table.shape
-        if (table.num_hashes, table.num_buckets) != (H, B):
+        if (signatures.num_hashes, signatures.num_buckets) != (H, B):
             raise ValueError(f"not signatures of {H} hashes, {B} buckets")
-        self.signatures = table
-        self.config.vocab_size = len(table)
-        self.config.pad_token_id = table.pad_id
-        ids = table.ids.to(self.device)  # (V, H)
+        self.signatures = signatures
+        self.config.vocab_size = len(signatures)
+        self.config.pad_token_id = pad_id = signatures.pad_id
+        ids = signatures.ids.to(self.device)  # (V, H)
         rows = ids + torch.arange(H, device=self.device) * B  # function j: from j B on
         unused = (ids == 0).all(-1).nonzero()[:, 0]
-        unused = unused[unused != (-1 if table.pad_id is None else table.pad_id)]
+        unused = unused[unused != (-1 if pad_id is None else pad_id)]
         self.model.register_buffer("hash_map", ids)
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("unused", unused, persistent=False)
 
-    def follow_hash_map(self, _=None):  # as it was loaded
+    def follow_hash_map(self, _=None):  # after load_state_dict
         ids, old = self.model.hash_map.cpu(), self.signatures
         if not torch.equal(ids, old.ids):
             shape = old.num_buckets, old.pad_id, old.num_lsh
@@ -613,7 +613,7 @@ class Transformer(LanguageModel):
         check_ids(ids, self.config.vocab_size)
         return self.model.embed_tokens(ids)  # (N, T, D)
 
-    def token_scores(self, h, normalised=True):
+    def token_scores(self, h, log_p=True):
         return (h @ self.model.embed_tokens.weight.T).float()  # (..., V)
 
     def loss_per_position(self, h, targets, objective=None):
@@ -755,6 +755,6 @@ def choose_precision(name, device):
 
 
 def autocast(device, precision):
-    """Mixed precision: float32 weights, matrix products in 16 bits, softmaxes in float32."""
+    """For callers of a model: matrix products in 16 bits; weights, softmaxes, losses in float32."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": None}[precision]
     return torch.autocast(device.type, dtype, enabled=dtype is not None)

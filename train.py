@@ -16,6 +16,7 @@ import os
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages: a CPU step is faster (Linux)
 
 import argparse
+import json
 import math
 import shlex
 import shutil
@@ -265,7 +266,7 @@ class Run:
         return dict(zip(runs.COLUMNS, row))
 
     def should_stop(self):
-        return processes.any_of(self.interrupted, self.device)
+        return all_reduce(torch.tensor(float(self.interrupted), device=self.device)).item() > 0
 
     def save(self):
         state = {"step": self.step, "seconds": self.seconds, "settings": asdict(self.settings)}
@@ -274,7 +275,7 @@ class Run:
             self.model.save_pretrained(folder)
             self.corpus.tokenizer.save(folder)
             torch.save(training, folder / "optimizer.pt")
-            runs.write_json(folder / "train.json", state)
+            runs.write_text(folder / "train.json", json.dumps(state, indent=2))
 
     def restore(self, checkpoint, stored, state):
         """Take what a checkpoint holds: its model, as mhf.load gave it, optimizer and counters."""
@@ -370,7 +371,7 @@ def finish(run):
     final = run.measure(2**20)
     more = {"final": final, "final_step": run.step, "settings": asdict(run.settings)}
     about = runs.read_run(run.folder) | more
-    runs.write_json(run.folder / "run.json", about)
+    runs.write_text(run.folder / "run.json", json.dumps(about, indent=2))
     print(f"held-out text at the end: {summary(final)}\n\n{run.sample(200, seed=1)}\n")
     print(f"next: python sample.py --checkpoint {shlex.quote(str(run.folder))} --explain")
 
@@ -401,7 +402,7 @@ def new_run(given):
         about = {"config": asdict(run.config), "settings": asdict(settings)}
         about |= {"data": corpus.name, "data_hash": corpus.hash, "torch": torch.__version__}
         about |= {"device": str(run.device), "parameters": run.model.num_parameters()}
-        runs.write_json(run.folder / "run.json", about)
+        runs.write_text(run.folder / "run.json", json.dumps(about, indent=2))
     return run
 
 

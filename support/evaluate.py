@@ -12,7 +12,6 @@ from support.runs import MEASURES
 
 def fit_calibration(scores, targets):
     """The temperature with which softmax(scores / temperature) fits the targets best.
-
     The mean loss is convex in beta = 1 / temperature: its slope is E[score] - target score and its
     curvature Var[score]. Newton's method, with steps of at most a factor of 2, finds the minimum.
     """
@@ -45,11 +44,8 @@ def token_sizes(tokenizer, vocab_size=0):
 
 @torch.no_grad()
 def evaluate(model, ids, token_sizes, autocast, max_tokens=None, tau=None):
-    """Measure a model on windows that are spread evenly over held-out ids.
-
-    Every other window fits the calibration, unless tau is given; all numbers are measured on the
-    rest. token_sizes: bytes of every token id. Of a standard model, valid_mass is nan.
-    """
+    """Measure a model on windows that are spread evenly over held-out ids. Every other window fits
+    the calibration, unless tau is given; the rest is measured. Standard: valid_mass is nan."""
     config, T = model.config, model.config.max_position_embeddings
     count = max(2, min(max_tokens or len(ids), len(ids) - 1) // T)
     starts = np.linspace(0, len(ids) - 1 - T, count).astype(int)
@@ -59,16 +55,14 @@ def evaluate(model, ids, token_sizes, autocast, max_tokens=None, tau=None):
         h = model(x)[0]
         return h, model.token_scores(h), y[0]
 
-    owners = model.signatures.owner if config.model == "mhf" else {}
-    distinct = list(owners.values())  # one token of every signature
+    distinct = list(model.signatures.owner.values()) if config.model == "mhf" else []
     sums = torch.zeros(5, dtype=torch.float64)
     with autocast():
         if tau is None:
             room = max(1, 2**25 // (config.vocab_size * T))  # windows whose scores fit in memory
             chosen = range(0, count, 2)[:: math.ceil(count / 2 / room)]
-            tau = fit_calibration(
-                *(torch.cat(part) for part in zip(*(read(i)[1:] for i in chosen)))
-            )
+            scores, targets = zip(*(read(i)[1:] for i in chosen))
+            tau = fit_calibration(torch.cat(scores), torch.cat(targets))
         for i in range(1, count, 2):
             h, scores, targets = read(i)
             objective = model.loss_per_position(h, targets).sum()

@@ -9,20 +9,19 @@ def explain(model, ids, position=-1, top_k=10, force=None):
     """What a model makes of the token at a position of one sequence, and what it expects next.
 
     force = {function, from 0: bucket} asks "what if": the bucket's row takes the place of the soft
-    embedding. Lists hold up to top_k entries, the best first, of equals the lowest id. Raises
-    ValueError for arguments out of range. A Transformer has only tokens, top_tokens and next.
+    embedding. Lists hold up to top_k entries, best first, of equals the lowest id. None: it does
+    not exist here, or a changed gate has no such thing. ValueError for arguments out of range.
 
     tokens       of every input token: id, text, signature; gate, the weight of each row;
                  gate_scores, before the softmax; row_norms; residual, the norm of
-                 W_s sum_j alpha_j e_j + b_s - x. None where a changed gate has no such thing
+                 W_s sum_j alpha_j e_j + b_s - x
     top_tokens   the most probable next tokens: id, text, signature, rank; log_p of each function;
                  score, their sum; joint_prob, its exponential; log_prob_paper, renormalised over
                  the vocabulary; log_prob, renormalised and calibrated
-    next         the same of the token that follows in ids, None at the end; an unused id has None
-                 for rank, score and both log probabilities
+    next         the same of the token that follows in ids
     signature    of the token: functions, its buckets, with expected, the mean number of tokens in a
                  bucket; neighbours, the tokens that share most ids; shared, how many share 0, 1,
-                 ..., H ids; tries for its last id, None where nothing was hashed or is unknown
+                 ..., H ids; tries for its last id
     functions    of each: top buckets with prob; entropy_bits; soft_embedding_norm; nearest rows
                  with cosine; forced; compatible, how many tokens are in the top (or forced) bucket
                  of this and all earlier functions; compatible_mass, their probability
@@ -60,14 +59,12 @@ def check(model, ids, position=-1, top_k=1, force=None):
 
 def predict(model, ids, position, force):
     """What follows a position of ids (1, T): cascade steps, log p_j (H, B), token scores (V,)."""
-    h, steps, log_p = model(ids)[0, position], [], None  # (D,)
+    h = model(ids)[0, position]  # (D,)
     if model.config.model == "standard":
-        scores = model.token_scores(h)  # (V,)
-    else:
-        steps = list(model.hash_head.steps(h, model.table, force))
-        log_p = torch.stack([o for o, _ in steps]).float().log_softmax(-1)  # (H, B)
-        scores = model.sum_over_signatures(log_p.view(-1, 1))[:, 0]  # (V,)
-    return steps, log_p, scores
+        return [], None, model.token_scores(h)  # (V,)
+    steps = list(model.hash_head.steps(h, model.table, force))
+    log_p = torch.stack([o for o, _ in steps]).float().log_softmax(-1)  # (H, B)
+    return steps, log_p, model.sum_over_signatures(log_p.view(-1, 1))[:, 0]  # (V,)
 
 
 def best_first(values, top_k=None):
@@ -76,11 +73,11 @@ def best_first(values, top_k=None):
 
 
 def token_entry(model, token_id):
-    table = getattr(model, "signatures", None)
-    raw = table.tokens[token_id] if table else None
+    if not (table := getattr(model, "signatures", None)):
+        return {"id": token_id, "text": None, "signature": None}
+    raw = table.tokens[token_id]
     text = None if raw is None else raw.decode("utf-8", errors="backslashreplace")
-    signature = list(table.signatures[token_id]) if table else None
-    return {"id": token_id, "text": text, "signature": signature}
+    return {"id": token_id, "text": text, "signature": list(table.signatures[token_id])}
 
 
 def explain_next(model, ids, position, top_k, scores, log_p=None):
@@ -180,11 +177,11 @@ def explain_signature(model, token_id, scores, top_k):
 
 
 def explain_tries(model, token_id):
-    table, tries = model.signatures, []
-    token = table.tokens[token_id]
-    if token is not None and token_id != table.pad_id and not table.shared:
-        for seed, last, i in table.trace(token):
-            owner = None if i is None else token_entry(model, i)
-            tries.append({"seed": seed, "last": last, "owner": owner})
-    # The ids of a checkpoint may have been made in another way than this mhf.py's.
-    return tries if tries and tries[-1]["last"] == table.signatures[token_id][-1] else None
+    table, token = model.signatures, model.signatures.tokens[token_id]
+    if token is None or token_id == table.pad_id or table.shared:
+        return None
+    tries = table.trace(token)
+    if tries[-1][1] != table.signatures[token_id][-1]:
+        return None  # the ids of the checkpoint were made in another way than this mhf.py's
+    owners = [None if i is None else token_entry(model, i) for *_, i in tries]
+    return [{"seed": s, "last": last, "owner": o} for (s, last, _), o in zip(tries, owners)]

@@ -44,16 +44,11 @@ def first_alone():
         dist.barrier()
 
 
-def all_reduce(tensor, op=dist.ReduceOp.SUM):
-    """Sum a tensor over the processes, or reduce it by op, in place."""
+def all_reduce(tensor):
+    """Sum a tensor over the processes, in place."""
     if WORLD_SIZE > 1:
-        dist.all_reduce(tensor, op)
+        dist.all_reduce(tensor)
     return tensor
-
-
-def any_of(flag, device):
-    """Whether the flag is set in one of the processes."""
-    return all_reduce(torch.tensor(float(flag), device=device), dist.ReduceOp.MAX).item() > 0
 
 
 @contextlib.contextmanager

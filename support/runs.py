@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import difflib
-import itertools
 import json
 import os
 import shutil
@@ -26,17 +25,14 @@ def out_of_memory(error):  # CUDA, MPS and the CPU's allocator have different wo
 
 def new_folder(out, name, model):
     """A folder of its own for a run, also when several start in the same second."""
-    first = Path(out) / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{model}")
-    for number in itertools.count(1):
-        folder = first if number == 1 else first.with_name(f"{first.name}-{number}")
-        if name and (folder / "run.json").exists() and not any(folder.glob("step-*[0-9]")):
-            shutil.rmtree(folder)  # a run that ended before its first checkpoint
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            if name:
-                raise ValueError(f"{folder} exists; choose another --name or --resume it") from None
+    folder = Path(out) / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{os.getpid()}")
+    if (folder / "run.json").exists() and not any(folder.glob("step-*[0-9]")):
+        shutil.rmtree(folder)  # a run that ended before its first checkpoint
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise ValueError(f"{folder} exists; choose another --name or --resume it") from None
+    return folder
 
 
 def name_of(run, which):
@@ -52,10 +48,6 @@ def write_text(path, text):
     new.write_text(text, encoding="utf-8")
     sync(new)
     os.replace(new, path)
-
-
-def write_json(path, found):
-    write_text(path, json.dumps(found, indent=2))
 
 
 def sync(path):

@@ -32,7 +32,7 @@ class Tokenizer:
         self.adds_blank = False  # whether encode puts a blank before a text
         single = sum(len(token) == 1 for token in ranks)
         if single < 256 or len(self.written) < len(ranks) + len(special):
-            raise ValueError(f"{single} of 256 bytes have an id, or two tokens have the same one")
+            raise ValueError(f"{single} of 256 bytes have an id, or two tokens share one")
         parts = dict(pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
         self.encoding = tiktoken.Encoding(name, **parts)
 
@@ -70,7 +70,7 @@ class Tokenizer:
         own = self.encoding
         meta = {"name": own.name, "pattern": own._pat_str, "special": own._special_tokens}
         lines = [f"{base64.b64encode(t).decode()} {i}\n" for t, i in own._mergeable_ranks.items()]
-        Path(folder, "tokenizer.tiktoken").write_text("".join(lines), encoding="utf-8")
+        Path(folder, "tokenizer.tiktoken").write_text("".join(lines), "utf-8")
         Path(folder, "tokenizer_meta.json").write_text(json.dumps(meta, indent=2), "utf-8")
 
     @property
