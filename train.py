@@ -468,11 +468,11 @@ def main(argv=None):
     except BrokenPipeError:  # the reader, `head` for example, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, OSError, RuntimeError, RunFailed) as error:
-        failed = isinstance(error, RunFailed) or runs.out_of_memory(error)
+    except (ValueError, OSError, RuntimeError, MemoryError, RunFailed) as error:
+        failed = isinstance(error, RunFailed | MemoryError) or runs.out_of_memory(error)
         if isinstance(error, RuntimeError) and not failed:
             raise
-        print(f"train.py: {error}", file=sys.stderr)
+        print(f"train.py: {str(error) or 'out of memory'}", file=sys.stderr)
         return 1 if failed else 2
 
 

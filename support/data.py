@@ -1,6 +1,7 @@
 """Files -> token ids on disk -> batches."""
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -46,8 +47,7 @@ def prepare(paths=None, tokenizer="bpe:8192"):
     before = stamps(files)
     key = hashlib.sha256(pickle.dumps([HELD_OUT, before, tokenizer, own])).hexdigest()[:12]
     folder = cache.cache_folder() / f"tokens-{key}"
-    about = read_about(folder)
-    if not about:
+    if not (about := read_about(folder)):
         print(f"tokenising {name} with {tokenizer} into {folder}")
         with cache.written(folder) as new:
             new.mkdir()
@@ -68,13 +68,14 @@ def read_about(folder):
     """The facts beside tokens in the cache; nothing if one of the files is missing or cut."""
     with contextlib.suppress(OSError, ValueError):
         about = json.loads((folder / "about.json").read_text(encoding="utf-8"))
-        names = {*about["sizes"], *ID_FILES}
-        if all((folder / name).stat().st_size == about["sizes"].get(name) for name in names):
+        if all((folder / name).stat().st_size == size for name, size in about["sizes"].items()):
             return about
 
 
 def tokenise(files, own, size, folder):
     """Write the ids of both parts, an end-of-text behind each document; returns what they are."""
+    seconds = 0.1 if sys.stderr.isatty() else 10  # in a file the progress bar moves seldom
+    watched = functools.partial(tqdm, unit=" pieces", mininterval=seconds)
     characters, digest = 0, hashlib.sha256()
     for text, last in watched(read_pieces(files), "reading"):
         digest.update(text.encode("utf-8") + b"\xff" * last)  # a byte that UTF-8 never has
@@ -88,54 +89,36 @@ def tokenise(files, own, size, folder):
         own = tokenizers.Tokenizer.train((text for text, *_ in learned), size)
         own.save(folder)
     dtype = "uint16" if len(own) <= 2**16 else "uint32"
-
-    def encode(piece):
-        text, last, held_out = piece
-        return np.array(own.encode(text) + [own.eot] * last, dtype), held_out
-
     pieces = iter(watched(split(read_pieces(files), mark), "tokenising"))
     training, rest = (folder / name for name in ID_FILES)
     with open(training, "wb") as training, open(rest, "wb") as rest, ThreadPoolExecutor() as pool:
         while some := [*itertools.islice(pieces, 16)]:  # no more are in memory
-            for ids, held_out in pool.map(encode, some):
-                ids.tofile(rest if held_out else training)
+            encoded = pool.map(own.encode, [text for text, *_ in some])
+            for ids, (_, last, held_out) in zip(encoded, some):
+                file = rest if held_out else training
+                file.write(np.array(ids + [own.eot] * last, dtype).tobytes())
     return {"hash": digest.hexdigest()[:12], "dtype": dtype}
 
 
 def split(pieces, mark):
-    """Yield (piece, whether its document ends there, whether it is held out): what follows the
-    first line start after `mark` characters is."""
-    left, pieces = mark, iter(pieces)
+    """Yield (piece, whether its document ends there, whether it is held out): after `mark`."""
+    left = mark
     for text, last in pieces:
-        if len(text) > left:
-            break
-        yield text, last, False
+        if 0 <= left < len(text):  # cut where the next line starts, if one does
+            cut = text.find("\n", left, len(text) - last) + 1 or left
+            yield text[:cut], True, False
+            yield text[cut:], last, True
+        else:
+            yield text, last, left < 0
         left -= len(text)
-    if not last:  # the next line may start in the next piece
-        more, last = next(pieces)
-        text += more
-    cut = text.find("\n", left) + 1
-    if not 0 < cut < len(text):  # no line starts there
-        cut = left
-    yield text[:cut], True, False
-    yield text[cut:], last, True
-    yield from ((*piece, True) for piece in pieces)
-
-
-def watched(pieces, what):
-    """Pass pieces on beside a progress bar, which in a file moves every 10 seconds."""
-    every = 0.1 if sys.stderr.isatty() else 10
-    return tqdm(pieces, what, unit=" pieces", mininterval=every)
 
 
 def batch(ids, seed, step, rows, length, rank=0, world_size=1):
-    """Inputs and targets (rows, length) of one process: a function of seed and step. All processes
-    together draw what one with rows * world_size would."""
+    """Inputs and targets (rows, length) by seed and step alone; processes share a larger batch."""
     starts = np.random.default_rng((seed, step)).integers(0, len(ids) - length, rows * world_size)
     return windows(ids, starts[rank::world_size], length)
 
 
 def windows(ids, starts, length):
-    tokens = np.stack([ids[s : s + length + 1] for s in starts]).astype(np.int64)
-    tokens = torch.from_numpy(tokens)  # (rows, length + 1)
+    tokens = torch.tensor(np.stack([ids[s : s + length + 1] for s in starts])).long()
     return tokens[:, :-1], tokens[:, 1:]

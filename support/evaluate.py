@@ -11,10 +11,8 @@ from support.runs import MEASURES
 
 
 def fit_calibration(scores, targets):
-    """The temperature with which softmax(scores / temperature) fits the targets best.
-    The mean loss is convex in beta = 1 / temperature: its slope is E[score] - target score and its
-    curvature Var[score]. Newton's method, with steps of at most a factor of 2, finds the minimum.
-    """
+    """The temperature with which softmax(scores / temperature) fits the targets best. The mean
+    loss is convex in beta = 1 / temperature: Newton's method, in bounded steps, finds the best."""
     scores = (scores - scores.amax(-1, keepdim=True)).clamp(min=-1e4)  # -inf would give nan below
     target_scores = scores.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     beta = 1.0
@@ -70,11 +68,8 @@ def evaluate(model, ids, token_sizes, autocast, max_tokens=None, tau=None):
             right = share_right(scores, targets).sum()
             mass = scores[:, distinct].exp().sum() if distinct else math.nan
             sums += torch.tensor([objective, nll, right, mass, token_sizes[targets.cpu()].sum()])
-    positions = len(range(1, count, 2)) * T
-    objective, nll, right, mass, size = sums.tolist()
-    perplexity = math.exp(min(nll / positions, 700))
-    bits, top1, mass = nll / math.log(2) / size, right / positions, mass / positions
-    found = objective / positions, perplexity, tau, top1, mass, bits
+    objective, nll, top1, mass, size = (sums / len(range(1, count, 2)) / T).tolist()
+    found = objective, math.exp(min(nll, 700)), tau, top1, mass, nll / math.log(2) / size
     return dict(zip(MEASURES, found))
 
 

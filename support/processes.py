@@ -16,12 +16,10 @@ RANK = int(os.environ.get("RANK", 0)) if WORLD_SIZE > 1 else 0
 
 def join(device):
     """Meet the other processes, if there are any; returns this process's device."""
-    if WORLD_SIZE == 1:
-        return device
-    if device.type == "cuda":
+    if WORLD_SIZE > 1 and device.type == "cuda":
         device = mhf.choose_device(f"cuda:{os.environ['LOCAL_RANK']}")
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
+    if WORLD_SIZE > 1 and not dist.is_initialized():
         kind = "nccl" if device.type == "cuda" else "gloo"  # hours: the first one evaluates
         dist.init_process_group(kind, timeout=datetime.timedelta(hours=6))
     return device
@@ -60,13 +58,9 @@ def stop_signals(run):
             raise KeyboardInterrupt
         run.interrupted = True
 
-    old = {}
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)  # Windows has no SIGHUP
-        if number and signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
-            old[number] = signal.signal(number, note)
-    try:
+    with contextlib.ExitStack() as afterwards:
+        for number in signal.Signals:
+            stops = number.name in ("SIGINT", "SIGTERM", "SIGHUP")  # Windows has no SIGHUP
+            if stops and signal.getsignal(number) != signal.SIG_IGN:  # nohup has SIGHUP ignored
+                afterwards.callback(signal.signal, number, signal.signal(number, note))
         yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from support.cache import written
+
 COLUMNS = ["step", "tokens", "seconds", "learning_rate", "loss", "grad_norm", "tokens_per_second"]
 MEASURES = ["val_objective", "perplexity", "tau", "top1", "valid_mass", "bits_per_byte"]
 
@@ -28,10 +30,9 @@ def new_folder(out, name, model):
     folder = Path(out) / (name or f"{time.strftime('%Y%m%d-%H%M%S')}-{model}-{os.getpid()}")
     if (folder / "run.json").exists() and not any(folder.glob("step-*[0-9]")):
         shutil.rmtree(folder)  # a run that ended before its first checkpoint
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise ValueError(f"{folder} exists; choose another --name or --resume it") from None
+    if folder.exists():
+        raise ValueError(f"{folder} exists; choose another --name or --resume it")
+    folder.mkdir(parents=True)
     return folder
 
 
@@ -43,54 +44,33 @@ def name_of(run, which):
 
 
 def write_text(path, text):
-    """Replace a small file in one step, so that a killed run leaves the old or the new one."""
-    new = Path(f"{path}.tmp")
-    new.write_text(text, encoding="utf-8")
-    sync(new)
-    os.replace(new, path)
-
-
-def sync(path):
-    """Have the disk hold a file, or the names in a folder, before going on."""
-    if path.is_file() or os.name != "nt":  # Windows syncs no folders
-        handle = os.open(path, os.O_RDWR if path.is_file() else os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+    with written(Path(path)) as new:
+        new.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
 def new_checkpoint(run, step):
     """A folder to fill, which becomes run/step-N and `last`; a killed save leaves the old."""
-    folder, new = run / f"step-{step}", run / f"step-{step}.tmp"
-    shutil.rmtree(new, ignore_errors=True)
     try:
-        new.mkdir()
-        yield new
-        for path in (*new.iterdir(), new):
-            sync(path)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(new, folder)
-        write_text(run / "last", folder.name)
+        with written(run / f"step-{step}") as new:
+            new.mkdir()
+            yield new
+        write_text(run / "last", f"step-{step}")
     except (OSError, RuntimeError, SafetensorError) as error:  # a full disk, for example
-        shutil.rmtree(new, ignore_errors=True)
         last = name_of(run, "last")
         kept = f"; {run / last} is good: make room, then --resume" if last else ""
         raise RunFailed(f"step {step} could not be saved: {error}{kept}") from None
-    prune(run)
-
-
-def prune(run):  # the checkpoints that neither `last` nor `best` names
-    for folder in run.glob("step-*"):
-        if folder.name not in (name_of(run, "last"), name_of(run, "best")):
-            shutil.rmtree(folder, ignore_errors=True)
+    note_best(run)
 
 
 def note_best(run):
-    """`best` follows from the log: the checkpoint with the lowest perplexity, if it is there."""
+    """Keep two checkpoints: `last`, and `best`, that of the lowest perplexity in the log."""
     best = min(read_log(run, "perplexity"), key=lambda row: row["perplexity"], default=None)
     if best and (run / f"step-{best['step']:.0f}").is_dir():
         write_text(run / "best", f"step-{best['step']:.0f}")
-    prune(run)
+    for folder in [*run.glob("step-*"), *run.glob("*.tmp")]:  # .tmp: a killed run left it
+        if folder.name not in (name_of(run, "last"), name_of(run, "best")):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def append_log(run, row):
@@ -121,11 +101,10 @@ def read_log(run, need="step"):
 
 def cut_log(run, step):
     """Forget what a killed run logged after the checkpoint that it goes on from."""
-    lines = log_text(run).splitlines(keepends=True)
-    head, *rows = [line for line in lines if line.endswith("\n")] or [""]
-    steps = [(line.partition(",")[0], line) for line in rows]
-    kept = [line for n, line in steps if not n.isdigit() or int(n) <= step]
-    write_text(run / "log.csv", "".join([head, *kept]))
+    lines = [line for line in log_text(run).splitlines(keepends=True) if line.endswith("\n")]
+    steps = [line.partition(",")[0] for line in lines]
+    kept = [line for n, line in zip(steps, lines) if not n.isdigit() or int(n) <= step]
+    write_text(run / "log.csv", "".join(kept))
 
 
 def read_json(path):
@@ -145,12 +124,10 @@ def read_run(run):
 
 def draw_curves(runs, path):
     """Training loss and held-out perplexity of one run or several, as a PNG."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure = Figure((11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
     for run in runs:
         for axis, what in ((left, "loss"), (right, "perplexity")):
             rows = read_log(run, what)
@@ -159,19 +136,17 @@ def draw_curves(runs, path):
     right.set(xlabel="step", ylabel="held-out perplexity (calibrated)")
     right.legend(fontsize="small")
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def compare(runs):
     """Print which settings, results and mhf.py lines differ between runs; overlay their curves."""
     names, abouts = [Path(run).name for run in runs], [read_run(run) for run in runs]
     settings = [about["config"] | about["settings"] for about in abouts]
-    rows = [("settings", *names)]
+    rows = [("", *names)]
     for key in sorted(set().union(*settings)):
         values = [str(s.get(key, "-")) for s in settings]
         if len(set(values)) > 1:
             rows.append((key, *values))
-    rows.append(("results", *names))
     rows.append(("parameters", *(f"{a['parameters']['total']:,}" for a in abouts)))
     logs = [dict(pair for row in read_log(run) for pair in row.items()) for run in runs]
     results = [log | about.get("final", {}) for log, about in zip(logs, abouts)]

@@ -2,7 +2,9 @@
 
 import glob
 import gzip
+import io
 import json
+import os
 import sys
 import zlib
 from pathlib import Path
@@ -18,7 +20,7 @@ def find(paths):
     try:
         if paths in (None, ["shakespeare"]):
             return "shakespeare", [cache.shakespeare()]
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         if paths:
             raise
         print(f"notice: {error}\n  going on with --data pydocs, Python's own manual")
@@ -28,27 +30,21 @@ def find(paths):
 
 
 def find_files(paths):
-    """The files of paths, patterns and folders, each once; what is hidden is left out."""
+    """The text files of paths, patterns and folders, each once; what is hidden is left out."""
     files, kinds = {}, ", ".join(TEXT_FILES)
     for given in paths:
-        path = Path(given)
-        found = [path] if path.is_file() else map(Path, glob.glob(given, recursive=True))
-        if given and path.is_dir():
-            inside = (file.relative_to(path) for file in path.rglob("*") if is_text(file))
-            found = [path / f for f in inside if not any(part[0] == "." for part in f.parts)]
-        found = sorted(file for file in found if file.is_file())
+        pattern = glob.escape(given) if os.path.exists(given) else given
+        if os.path.isdir(given):
+            pattern += "/**"
+        found = sorted(map(Path, glob.glob(pattern, recursive=True)))
+        found = [f for f in found if f.name.lower().endswith(TEXT_FILES) and f.is_file()]
         if not found:
-            raise ValueError(f"--data {given or repr(given)}: no {kinds} there")
+            raise ValueError(f"--data {given or repr(given)}: no file to read there ({kinds})")
+        if files.keys() & {file.resolve() for file in found}:
+            print(f"notice: {given}: a file there is named twice and read once")
         for file in found:
-            if not is_text(file):
-                raise ValueError(f"--data {file}: only {kinds} are read")
-            if files.setdefault(file.resolve(), file) is not file:
-                print(f"notice: {file} is named twice and read once")
+            files.setdefault(file.resolve(), file)
     return list(files.values())
-
-
-def is_text(path):
-    return path.name.lower().endswith(TEXT_FILES)
 
 
 def read_pieces(files):
@@ -60,8 +56,7 @@ def read_pieces(files):
             with opened(file, "rt", encoding="utf-8-sig", newline="\n") as stream:
                 yield from (read_jsonl if ".jsonl" in name else read_text)(stream)
         except UnicodeDecodeError as error:
-            byte = error.object[error.start]
-            raise ValueError(f"{file} is not UTF-8: it has a byte {byte:#x}; convert it") from None
+            raise ValueError(f"{file} is not UTF-8: byte {error.object[error.start]:#x}") from None
         except (OSError, EOFError, ValueError, zlib.error) as error:
             raise ValueError(f"{file} cannot be read: {error}") from None
 
@@ -81,7 +76,5 @@ def read_jsonl(stream):
                 text = json.loads(line)["text"]
                 text.encode("utf-8")  # a string, and no half of a surrogate pair
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                message = f'line {number} is not a JSON object with a field "text"'
-                raise ValueError(message) from None
-            for i in range(0, len(text), PIECE):
-                yield text[i : i + PIECE], i + PIECE >= len(text)
+                raise ValueError(f'line {number} is no JSON object with a field "text"') from None
+            yield from read_text(io.StringIO(text))

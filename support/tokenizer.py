@@ -37,12 +37,6 @@ class Tokenizer:
         self.encoding = tiktoken.Encoding(name, **parts)
 
     @classmethod
-    def named(cls, name):
-        """gpt2, cl100k_base, o200k_base, ...; tiktoken downloads the ranks on first use."""
-        found = tiktoken.get_encoding(name)
-        return cls(name, found._pat_str, found._mergeable_ranks, found._special_tokens)
-
-    @classmethod
     def train(cls, texts, vocab_size):
         """Train on an iterable of strings; vocab_size includes the end-of-text token."""
         trained = rustbpe.Tokenizer()
@@ -118,12 +112,11 @@ class PublishedTokenizer(Tokenizer):
         byte_level = "ByteLevel" in steps
         if not byte_level and "▁" not in steps:
             raise ValueError("it is neither byte-level nor SentencePiece-like")
-        pieces = {i: piece for piece, i in self.encoder.get_vocab().items()}
+        pieces = sorted((i, piece) for piece, i in self.encoder.get_vocab().items())
         # The authors hash a piece as the file has it ("▁the", "<0x0A>"), not what it stands for.
-        self.hashed = {i: pieces[i].encode() for i in sorted(pieces)}
-        self.written = {i: spelled(pieces[i], byte_level) for i in self.hashed}
-        literal = [i for i, token in added.items() if byte_level or token.special]
-        self.written |= {i: self.hashed[i] for i in literal}
+        self.hashed = {i: piece.encode() for i, piece in pieces}
+        self.written = {i: spelled(piece, byte_level) for i, piece in pieces}
+        self.written |= {i: self.hashed[i] for i, t in added.items() if byte_level or t.special}
         self.adds_blank = b"".join(map(self.token_bytes, self.encode("a"))).startswith(b" ")
         config = Path(file).with_name("config.json")
         self.ends = end_ids(json.loads(config.read_text("utf-8"))) if config.exists() else []
@@ -158,16 +151,15 @@ def load(name):
     path = Path(name)
     try:
         if not path.exists() and str(name) in tiktoken.list_encoding_names():
-            return Tokenizer.named(str(name))
+            own = tiktoken.get_encoding(str(name))  # downloads the ranks on first use
+            return Tokenizer(own.name, own._pat_str, own._mergeable_ranks, own._special_tokens)
         if not path.exists():
             path = Path(snapshot_download(str(name), allow_patterns=["tokenizer*", "config.json"]))
         if path.is_dir():
             folder = mhf.find_checkpoint(path)
             path = next(folder.glob("tokenizer.tiktoken"), folder / "tokenizer.json")
         return Tokenizer.load(path) if path.suffix == ".tiktoken" else PublishedTokenizer(path)
-    except ImportError:
-        raise ValueError(f"{path} needs: pip install tokenizers; or {ADVICE}") from None
-    except Exception as error:  # each package has its own classes
+    except Exception as error:  # each package has its own classes; tokenizers may be missing
         about = " ".join(f"{type(error).__name__}: {error}".split())
         raise ValueError(f"{path} cannot be read as a tokenizer ({about}); {ADVICE}") from None
 

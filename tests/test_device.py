@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from conftest import close, one_sentence
+from conftest import close, refused
 
 import mhf
 
@@ -45,6 +45,4 @@ def test_precision_follows_the_hardware(monkeypatch, kind, hardware, precision):
 @pytest.mark.parametrize("name", ["cuda:77", "gpu", "mps:9"])
 def test_missing_device_is_refused(name):
     """A device that this machine does not have is a ValueError that names it."""
-    with pytest.raises(ValueError) as error:
-        mhf.choose_device(name)
-    one_sentence(error, name)
+    refused(lambda: mhf.choose_device(name), name)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import one_sentence
+from conftest import refused
 from test_train import FLAGS, TEXT, log, resume, saved, sentence
 
 import train
@@ -70,11 +70,7 @@ def torchrun(name):
 
 
 def test_two_processes_equal_one():
-    """The first tokenises while the second waits; a signal to one stops both after one step.
-
-    Resumed alone, the losses are those of 10 steps of one process, within 1e-5: two add the
-    gradients of their halves in another order, and AdamW makes that grow a little each step.
-    """
+    """One tokenises; a signal to one stops both; the losses are those of one, within 1e-5."""
     out, error = torchrun("both")
     assert out.count("tokenising") == out.count("stopped after step 5") == 1, error
     assert train.main([*FLAGS, "--name", "one", "--eval_every", "20"]) == 0
@@ -91,27 +87,19 @@ def test_an_error_in_one_process_ends_all():
     assert saved(Path("runs/failed"))["step"] == 0
 
 
-def test_sequences_must_divide(capsys, monkeypatch):
-    """2 sequences a step do not divide among 3 processes: one sentence with the numbers."""
+def test_too_many_processes_are_refused(capsys, monkeypatch):
+    """2 sequences among 3 processes, or more processes than GPUs: one sentence that says so."""
+    monkeypatch.setenv("LOCAL_RANK", "77")
+    with monkeypatch.context() as patch:
+        patch.setattr(processes, "WORLD_SIZE", 100)
+        refused(lambda: processes.join(train.torch.device("cuda")), "cuda:77")
     monkeypatch.setattr(train, "WORLD_SIZE", 3)
     monkeypatch.setattr(processes, "join", lambda device: device)
     sentence(capsys, 2, FLAGS, "--tokens_per_step", 32, 16, 3)
 
 
-def test_more_processes_than_gpus_are_refused(monkeypatch):
-    """The process that finds no GPU says which one is missing."""
-    monkeypatch.setattr(processes, "WORLD_SIZE", 100)
-    monkeypatch.setenv("LOCAL_RANK", "77")
-    with pytest.raises(ValueError) as error:
-        processes.join(train.torch.device("cuda"))
-    one_sentence(error, "cuda:77")
-
-
 def test_control_c_in_a_terminal(monkeypatch):
-    """SIGINT to the program: it saves, prints the line to type, exits with 130; the line works.
-
-    Its output is UTF-8 although the terminal claims to know ASCII only.
-    """
+    """It saves, prints the line to type, in UTF-8 on any terminal, and exits with 130."""
     monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     with start(train.__file__, "--out", "é", "--name", "a", "--steps", "100000") as process:
         deadline = time.monotonic() + 60

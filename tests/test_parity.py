@@ -17,12 +17,6 @@ def fixture(name):
     return json.loads((FIXTURES / name).read_text(encoding="utf-8"))
 
 
-def table_of(pieces, pad_id, *sizes):
-    table = mhf.SignatureTable(*sizes)
-    table.extend([piece.encode() for piece in pieces], pad_id=pad_id)
-    return table
-
-
 @pytest.fixture(scope="module")
 def expected():
     return {k: torch.from_numpy(a) for k, a in np.load(FIXTURES / "tiny_h4/expected.npz").items()}
@@ -57,36 +51,32 @@ def test_greedy_continuation_is_the_authors(published, expected):
     assert list(published.generate(prompt, 8, temperature=0)) == new.tolist()
 
 
-def test_checkpoint_signatures_follow_from_its_tokens(published):
-    """Registering the checkpoint's 256 tokens gives its hash_map, id for id."""
-    table = table_of(fixture("tiny_h4/tokens.json"), 2, 4, 32)
-    assert torch.equal(table.ids, published.signatures.ids)
-
-
-@pytest.mark.parametrize("name", ["H4B16K", "H3B10K"])
-def test_signatures_of_mistral_tokens(name):
-    """504 Mistral tokens, none of which needed a re-hash, have the authors' ids."""
+def tables():
+    """Tables of the authors: tokens, pad, H, B and LSH, ids, and how many were hashed again."""
+    ids = load_file(FIXTURES / "tiny_h4" / "model.safetensors")["model.hash_map"].tolist()
+    yield fixture("tiny_h4/tokens.json"), 2, (4, 32), ids, None
     figures = fixture("signatures.json")
-    sizes = figures[name]["num_hashes"], figures[name]["num_buckets"]
-    table = table_of([token["piece"] for token in figures["tokens"]], 2, *sizes)
-    assert table.ids.tolist() == [token[name] for token in figures["tokens"]]
-
-
-@pytest.mark.parametrize("case", [0, 1])
-def test_signatures_of_crowded_tables(case):
-    """Where tokens were re-hashed and the authors' table has no duplicate, ours is the same."""
-    figures = fixture("signatures_rehash.json")[case]
-    table = table_of(*(figures[k] for k in ("tokens", "pad_id", "num_hashes", "num_buckets")))
-    assert table.ids.tolist() == figures["ids"]
-    assert len(table.rehashed) == figures["rehashed"]
-
-
-def test_locality_sensitive_signatures():
-    """300 tokens under two locality-sensitive and two ordinary functions have the authors' ids."""
+    pieces = [token["piece"] for token in figures["tokens"]]
+    for name, sizes in (("H4B16K", (4, 16384)), ("H3B10K", (3, 10624))):
+        yield pieces, 2, sizes, [token[name] for token in figures["tokens"]], 0
+    for case in fixture("signatures_rehash.json"):
+        sizes = case["num_hashes"], case["num_buckets"]
+        yield case["tokens"], case["pad_id"], sizes, case["ids"], case["rehashed"]
     figures = fixture("signatures_lsh.json")
-    sizes = (figures[k] for k in ("num_hashes", "num_buckets", "num_lsh"))
-    table = table_of([token["piece"] for token in figures["tokens"]], 2, *sizes)
-    assert table.ids.tolist() == [token["ids"] for token in figures["tokens"]]
+    sizes = tuple(figures[k] for k in ("num_hashes", "num_buckets", "num_lsh"))
+    pieces, ids = zip(*((token["piece"], token["ids"]) for token in figures["tokens"]))
+    yield pieces, 2, sizes, [*ids], None
+
+
+NAMES = ["a checkpoint", "Mistral H4", "Mistral H3", "crowded 0", "crowded 1", "LSH"]
+
+
+@pytest.mark.parametrize(("pieces", "pad_id", "sizes", "ids", "rehashed"), [*tables()], ids=NAMES)
+def test_signatures_are_the_authors(pieces, pad_id, sizes, ids, rehashed):
+    """Registering the tokens gives the authors' ids, re-hashed and locality-sensitive ones too."""
+    table = mhf.SignatureTable(*sizes)
+    table.extend([piece.encode() for piece in pieces], pad_id=pad_id)
+    assert table.ids.tolist() == ids and rehashed in (None, len(table.rehashed))
 
 
 def test_saved_checkpoint_is_the_published_one(published, tmp_path):

@@ -5,10 +5,11 @@ import copy
 import json
 import pickle
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
-from conftest import FIXTURES, build, one_sentence
+from conftest import FIXTURES, build, refused
 
 import mhf
 from support.tokenizer import LETTERS, Tokenizer, check, load, pieces, spelled
@@ -39,17 +40,9 @@ def words(request, tmp_path):
     return OURS if request.param == "ours" else load(made(tmp_path, request.param))
 
 
-def refused(parts, call, *args):
-    """The call raises a ValueError of one sentence with these parts."""
-    with pytest.raises(ValueError) as error:
-        call(*args)
-    one_sentence(error, *parts)
-
-
 @pytest.mark.parametrize("text", [TEXT, *AWKWARD, " ".join(SPECIAL), "</s> the <0x41> sat"])
 def test_text_survives(words, text, tmp_path):
-    """Saved or not, decode undoes encode, numpy's ids too, and tokens spell the text behind a blank
-    that encode adds. No special token is read or added, no text cut or filled as the file says."""
+    """Saved or not, decode undoes encode, and tokens spell the text; no special token is read."""
     ids = words.encode(text)
     words.save(tmp_path / "saved")
     for same in (words, load(tmp_path / "saved")):
@@ -79,22 +72,17 @@ def test_size_of_a_trained_tokenizer(size):
     """The size asked for, end-of-text last; too much for the text, and less than 257, is refused"""
     assert len({*OURS.hashed_bytes()}) == len(OURS) == 280
     assert OURS.token_bytes(OURS.eot) == OURS.hashed_bytes()[279] == b"<|endoftext|>"
-    refused((size, 257), Tokenizer.train, [TEXT], size)
+    refused(lambda: Tokenizer.train([TEXT], size), size, 257)
 
 
 @pytest.mark.parametrize("kind, piece", [("byte-level", "Ġthe"), ("metaspace", "▁the")])
 def test_what_is_hashed_is_the_piece(tmp_path, kind, piece):
-    """Not what it stands for; only SentencePiece's kind adds a blank. The cache of tokens is named
-    after the pickle of the tokenizer, so each time it is the same."""
+    """Not what it stands for; only SentencePiece's kind adds a blank, if the file says so."""
     words = load(made(tmp_path, kind))
     the = words.encode("a the")[-1]
     assert words.token_bytes(the) == b" the" and words.hashed_bytes()[the] == piece.encode()
     assert len(words.hashed_bytes()) == len(words) == 310 and words.adds_blank == (piece[0] == "▁")
-    assert pickle.dumps(words) == pickle.dumps(load(tmp_path))
-
-
-def test_without_a_dummy_blank_none_is_taken_away(tmp_path):
-    """A tokenizer that adds no blank: one at the start of a text is the text's own."""
+    assert pickle.dumps(words) == pickle.dumps(load(tmp_path))  # it names the cache of tokens
     step = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": True}
     words = load(made(tmp_path, "metaspace", pre_tokenizer=step))
     assert not words.adds_blank and words.decode(words.encode(" the")) == " the"
@@ -112,8 +100,7 @@ def test_added_tokens_are_their_own_utf8(tmp_path, kind, special):
 
 
 def test_pieces_that_stand_for_bytes():
-    """<0x41> is the byte A beside byte fallback alone, and as a whole piece; the letters of a
-    byte-level vocabulary are GPT-2's, as the package tokenizers has them."""
+    """<0x41> is A beside byte fallback alone, and as a whole; byte-level letters are GPT-2's."""
     for piece in ("<0x41>", "<0x41>x", "x<0x41>", "<0x4>", "<0xg1>", "漢"):
         assert spelled(piece, byte_level=True) == piece.encode()
         assert spelled(piece, byte_level=False) == (b"A" if piece == "<0x41>" else piece.encode())
@@ -136,8 +123,7 @@ def test_the_end_is_read_from_the_configuration(tmp_path, eos, ends):
 
 
 def test_kinds_in_a_folder_have_an_order(tmp_path):
-    """Ours before a tokenizer.json; a run means its last checkpoint. A .tiktoken file alone has our
-    pattern, end-of-text behind the last rank, and None for a gap."""
+    """Ours before a tokenizer.json, in the last checkpoint; a .tiktoken file has our pattern."""
     file, saved = made(tmp_path / "step-4"), tmp_path / "step-4" / "tokenizer.tiktoken"
     (tmp_path / "last").write_text("step-4\n", encoding="utf-8")
     assert len(load(str(tmp_path))) == len(load(file)) == 310
@@ -151,8 +137,8 @@ def test_kinds_in_a_folder_have_an_order(tmp_path):
 
 def test_names_of_others(monkeypatch, tmp_path):
     """tiktoken's open by name; of a hub name only the tokenizer is fetched, no weights."""
-    monkeypatch.setattr(Tokenizer, "named", lambda name: f"tiktoken's {name}")
-    assert load("cl100k_base") == "tiktoken's cl100k_base"
+    monkeypatch.setattr("tiktoken.get_encoding", {"cl100k_base": OURS.encoding}.get)
+    assert load("cl100k_base").hashed_bytes() == OURS.hashed_bytes()
     asked, folder = {}, str(made(tmp_path).parent)
     fetch = lambda name, **more: asked.update({name: more}) or folder  # noqa: E731
     monkeypatch.setattr("support.tokenizer.snapshot_download", fetch)
@@ -166,7 +152,7 @@ def test_names_that_lead_nowhere_are_one_sentence(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tiktoken.get_encoding", lambda name: [][0])
     (tmp_path / "empty").mkdir()
-    refused((name, "tokenizer.json"), load, name)
+    refused(lambda: load(name), name, "tokenizer.json")
 
 
 BYTES = "".join(f"{base64.b64encode(bytes([i])).decode()} {i}\n" for i in range(256))
@@ -183,19 +169,19 @@ BERT = '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}, "a
     ("config.json", '{"eos_token_id": "</s>"}'),
 ], ids=lambda value: value[-15:])  # fmt: skip
 def test_damaged_files_are_one_sentence(name, content, tmp_path):
-    """Neither a package's own exception nor a panic. BERT's pieces do not say where blanks are;
-    SentencePiece's models come as tokenizer.json, too."""
+    """Neither a package's own exception nor a panic; BERT's pieces and .model files, too."""
     if name in ("tokenizer_meta.json", "config.json"):
         made(tmp_path) if name == "config.json" else OURS.save(tmp_path)
     (tmp_path / name).write_text(content, encoding="utf-8", errors="surrogateescape")
     file = tmp_path / name if name == "mistral.model.v3" else tmp_path
-    refused(["tokenizer.json is needed; published .model files come as that"], load, file)
+    refused(lambda: load(file), "tokenizer.json is needed; published .model files come as that")
 
 
 def test_a_missing_package_is_named(monkeypatch, tmp_path):
+    """Without the package tokenizers a tokenizer.json cannot be read."""
     file = made(tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    refused(("tokenizer.json", "pip install tokenizers"), load, file)
+    refused(lambda: load(file), "tokenizer.json", "tokenizers")
 
 
 def stored(words, known=False, change=lambda ids: None, **fields):
@@ -210,8 +196,7 @@ def stored(words, known=False, change=lambda ids: None, **fields):
 
 @pytest.mark.parametrize("H, num_lsh", [(3, 0), (1, 0), (2, 1), (2, 2), (3, 1)])
 def test_the_tokens_of_a_checkpoint_get_their_names(words, H, num_lsh, capsys):
-    """Without a word, where the stored ids are those of the tokens. LSH ids, which may differ
-    between platforms, are not compared. Tokens of expand keep their names."""
+    """Without a word, where the stored ids (but LSH ids) are those of the tokens; expanded, too."""
     model = stored(words, H=H, num_lsh=num_lsh, change=lambda ids: ids[:, :num_lsh].mul_(0).add_(5))
     before = model.model.hash_map.tolist()
     check(model, words)
@@ -225,22 +210,21 @@ def test_the_tokens_of_a_checkpoint_get_their_names(words, H, num_lsh, capsys):
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("H", [1, 3])
 def test_another_tokenizer_is_refused(words, H, known):
-    """Most signatures differ, or the tokens stored beside them: and the model is as it was. A
-    standard model has only a size; one that is too large is refused by either class."""
+    """Most signatures differ, or the stored tokens: the model is as it was; standard: the size."""
     other, ids = copy.copy(words), range(3, 270)
     other.hashed = words.hashed | {i: words.hashed[j] for i, j in zip(ids, reversed(ids))}
     model = stored(words, known, H=H)
     parts = (3, "not the model's") if known else (len(words), "another tokenizer")
-    refused(parts, check, model, other)
+    refused(lambda: check(model, other), *parts)
     assert any(model.signatures.tokens) == known
     check(build(V=len(words), standard=True), other)
-    for small in (build(V=200, B=64), build(V=200, standard=True)):
-        refused((len(words), 200), check, small, words)
+    for standard in (False, True):
+        small = partial(check, build(V=200, B=64, standard=standard), words)
+        refused(small, len(words), 200)
 
 
 def test_stored_ids_are_used(words, monkeypatch, capsys):
-    """A duplicate, as the authors' code makes them, or another hash in mhf.py: a notice says how
-    many differ. Without a tokens.txt nothing tells a changed hash from another tokenizer."""
+    """A duplicate, or another hash beside a tokens.txt: a notice says how many differ."""
     double = stored(words, change=lambda ids: ids[20].copy_(ids[19]))
     known, unknown, hash128 = stored(words, known=True), stored(words), mhf.hash128
     check(double, words)
@@ -249,7 +233,7 @@ def test_stored_ids_are_used(words, monkeypatch, capsys):
     monkeypatch.setattr(mhf, "hash128", lambda data, seed: hash128(data, seed + 1))
     check(known, words)
     assert f"{len(words) - 1} of {len(words)} signatures" in capsys.readouterr().err
-    refused((len(words), "another mhf.py"), check, unknown, words)
+    refused(lambda: check(unknown, words), len(words), "another mhf.py")
 
 
 @pytest.mark.parity

@@ -1,9 +1,5 @@
-"""The tutorials as texts, what they share (tutorials/course.py), and how the evidence is judged.
+"""The tutorials as texts, what they share (tutorials/course.py), and how the evidence is judged."""
 
-`python tutorials/notebooks.py --execute` runs the tutorials themselves.
-"""
-
-import contextlib
 import inspect
 import json
 import math
@@ -15,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import FIXTURES, build, one_sentence
+from conftest import FIXTURES, build, close, refused
 from matplotlib import image
 
 from support.cache import Archive
@@ -38,12 +34,15 @@ def fixture(name):
     return (FIXTURES / "course" / name).read_text(encoding="utf-8")
 
 
-def test_notebooks_are_what_the_scripts_give():
-    """There are nine; each .ipynb is byte for byte what its .py gives, and has no output."""
+def test_what_is_generated_is_up_to_date():
+    """Nine notebooks, without output, byte for byte; the README has the table of the results."""
     assert [script.stem[:2] for script in SCRIPTS] == [f"0{i}" for i in range(1, 10)]
     assert notebooks.differing() == set()
     notes = [cell for script in SCRIPTS for cell in notebooks.notebook(script).cells]
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in notes)
+    text = (RESULTS / "README.md").read_text(encoding="utf-8")
+    inside = text.split(experiments.MARKS[0])[1].split(experiments.MARKS[1])[0].strip()
+    assert inside == "\n".join(experiments.table(RESULTS)) and inside.count("###") == 8
 
 
 @each("script", SCRIPTS, ids=lambda s: s.stem)
@@ -89,22 +88,19 @@ def pack(tmp_path, monkeypatch):
             path.write_text(text, encoding="utf-8")
         top = [*files][0].partition("/")[0]
         packed = shutil.make_archive(tmp_path / top, kind, tmp_path, top)
-        monkeypatch.setattr(course, "fetched", lambda *_: contextlib.nullcontext(packed))
+        monkeypatch.setattr(course, "fetched", lambda *_: packed)
 
     return pack
 
 
 def test_sentences_of_a_language(pack):
-    """Each once, in order: joined lines, escapes, plurals; nothing untranslated, fuzzy or gone.
-    English stands beside the translations; a language that is not there is named."""
+    """Each once, in order: joined lines, escapes, plurals; nothing untranslated, fuzzy or gone."""
     po = fixture("example.po")
     texts = {"xx/LC_MESSAGES/django": po, "de/LC_MESSAGES/django": po, "xx/LC_MESSAGES/js": ""}
     pack("zip", {f"django/conf/locale/{name}.po": text for name, text in texts.items()})
     assert course.django("xx") == ["Sicher?", 'eine "Zeile"', "%d Tag", "%d Tage"]
     assert course.django("en") == ["Are you sure?", 'a "quoted" line', "%d day"]
-    with pytest.raises(ValueError, match="no language 'yy'; it has de, xx") as error:
-        course.django("yy")
-    one_sentence(error)
+    refused(lambda: course.django("yy"), "no language 'yy'; it has de, xx")
 
 
 def test_judgements_are_read(pack, tmp_path):
@@ -115,10 +111,8 @@ def test_judgements_are_read(pack, tmp_path):
         text = heading + "kombucha\tginger beer\t2.25\textra\n"
         (tmp_path / "card.tsv").write_text(text, encoding="utf-8")
         assert course.similarities(tmp_path / "card.tsv") == [("kombucha", "ginger beer", 2.25)]
-    for text, words in (("a\tb\t1\nc d 2\n", "line 2"), ("#\n", "has no line of word, word and")):
-        with pytest.raises(ValueError, match=f"^it,? {words}") as error:
-            course.read_similarities(text, "it")
-        one_sentence(error)
+    refused(lambda: course.read_similarities("a\tb\t1\nc d 2\n", "it"), "it, line 2")
+    refused(lambda: course.read_similarities("#\n", "it"), "it has no line of word, word and")
 
 
 def test_a_source_distribution_is_fetched_and_none_of_its_code_runs(pack, tmp_path, monkeypatch):
@@ -149,9 +143,8 @@ def test_last_words_are_those_of_sentences():
     assert len(found) == 50 and {len(context + word) for context, word in found} == {32}
     assert {TOKENIZER.decode(word) for _, word in found} == {" door", " there"}
     assert all(TOKENIZER.decode(context + word) in ENGLISH for context, word in found)
-    with pytest.raises(ValueError, match="too short for last words") as error:
-        course.last_words(TOKENIZER.encode("Too short."), TOKENIZER, 32, 5)
-    one_sentence(error)
+    short = TOKENIZER.encode("Too short.")
+    refused(lambda: course.last_words(short, TOKENIZER, 32, 5), "too short for last words")
 
 
 def test_last_word_accuracy_is_greedy(small):
@@ -194,12 +187,11 @@ def test_word_states_are_the_models(small):
         expected = dict(input=small.embed(ids), penultimate=layers[-2], last=states)
         assert found.keys() == expected.keys()
         for name, layer in expected.items():
-            torch.testing.assert_close(found[name][i], layer[0].mean(0), atol=1e-5, rtol=1e-5)
+            close(found[name][i], layer[0].mean(0))
 
 
 def test_correlations():
-    """Ranks share ties; Spearman is Pearson of ranks; an interval holds the truth and is narrower
-    for more pairs."""
+    """Ranks share ties; Spearman is Pearson of ranks; an interval holds the truth and narrows."""
     x, rng = np.array([1.0, 2, 3, 4, 5]), np.random.default_rng(1)
     assert course.ranks([3, 1, 3, 2]).tolist() == [2.5, 0, 2.5, 1]
     found = course.pearson(x, 2 * x + 1), course.spearman(x, np.exp(x)), course.spearman(x, -(x**3))
@@ -212,8 +204,7 @@ def test_correlations():
 
 @each("kind", ["mhf", "standard"])
 def test_fit_learns(kind):
-    """The loss falls, the same seed gives the same losses, the model is frozen afterwards; more
-    sequences than are in memory at a time have the mean loss of all."""
+    """The loss falls, is repeatable, is the mean of all sequences; the model ends frozen."""
     ids, losses = np.tile(np.arange(20, 40), 30), []
     for texts, steps, rows in ((ids, 12, 4), (ids, 12, 4), (ids, 1, 20), ([ids, ids + 9], 2, 4)):
         model = course.small(TOKENIZER, model=kind, max_position_embeddings=32)
@@ -227,8 +218,7 @@ def test_fit_learns(kind):
 
 @each("name", claims.EXPERIMENTS)
 def test_a_result_says_where_it_comes_from(name):
-    """Command, machine, versions, data; three seeds, each with tokens and steps. Judged again, it
-    gives the verdicts that stand in it."""
+    """Command, machine, versions, data, and each of three seeds; judged again it says the same."""
     result = experiments.read_json(RESULTS / f"{name}.json")
     assert result["command"].startswith(f"python tutorials/experiments.py {name}")
     assert result["machine"]["cpu"] and result["versions"]["torch"] and result["data"]
@@ -256,18 +246,8 @@ def test_a_picture_says_what_it_shows(name):
     plt.close(figure)
 
 
-def test_the_readme_has_the_table_of_the_results():
-    """What stands between the marks is what the result files give."""
-    text = (RESULTS / "README.md").read_text(encoding="utf-8")
-    inside = text.split(experiments.MARKS[0])[1].split(experiments.MARKS[1])[0].strip()
-    assert inside == "\n".join(experiments.table(RESULTS)) and inside.count("###") == 8
-
-
 def verdicts(name, factors, seeds):
-    """+ held, - did not, ? open: the verdicts on runs that measure the same, ± 1 % by seed.
-
-    factors: {pattern of "label measure seed": factor}; an interval goes from x to 2 x.
-    """
+    """+ held, - did not, ? open; factors: {pattern of "label measure seed": factor}."""
     measures, runs = json.loads(fixture("measures.json")), []
     labels = claims.EXPERIMENTS[name].variants(claims.Scale("tiny", 4096))
     for label, seed in ((label, seed) for label in labels for seed in range(1, seeds + 1)):
@@ -284,8 +264,7 @@ def verdicts(name, factors, seeds):
 
 @each("name, factors, expected", json.loads(fixture("judged.json")))
 def test_a_claim_can_hold_and_can_fail(name, factors, expected):
-    """Each claim has figures that end it. Ranges that overlap decide nothing, nor do two seeds; a
-    change counts seed by seed, although the seeds differ more."""
+    """Each claim has figures that end it; ranges that overlap decide nothing, nor do two seeds."""
     assert verdicts(name, factors, seeds=3) == expected
     assert set(verdicts(name, factors, seeds=2)) == {"?"}
 
@@ -312,8 +291,7 @@ def test_a_mistake_is_one_sentence(line, capsys):
 
 
 def test_a_run_repeats_and_resumes(tmp_path):
-    """The same small run in two folders gives the same numbers, although the second one was
-    stopped halfway; what is finished is not trained again, nor used with another mhf.py."""
+    """A run stopped halfway gives the same numbers; a finished one is kept, if mhf.py is."""
     (tmp_path / "text.txt").write_text(ENGLISH * 7, encoding="utf-8")
     given = f"--data {tmp_path}/text.txt --vocab_size 280 --steps 3 --passages 5 --jobs 1 -- "
     given += "--num_hidden_layers=2 --max_position_embeddings=64 --hidden_size=32 "
@@ -334,6 +312,4 @@ def test_a_run_repeats_and_resumes(tmp_path):
     experiments.train_run(args, flags, 1)
     assert folder.stat().st_mtime_ns == before
     (folder / "mhf.py").write_text("# another\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="was trained with another mhf.py") as error:
-        experiments.train_run(args, flags, 1)
-    one_sentence(error)
+    refused(lambda: experiments.train_run(args, flags, 1), "was trained with another mhf.py")

@@ -94,7 +94,7 @@ def read_po(text):
 
 def django(language):
     """User-interface sentences of Django in a language (ar, hi, zh_Hans, en, …), each once."""
-    with fetched(DJANGO) as path, zipfile.ZipFile(path) as archive:
+    with zipfile.ZipFile(fetched(DJANGO)) as archive:
         there = re.compile(r".*/locale/([^/]+)/LC_MESSAGES/django\.po$")
         names = {n: m[1] for n in sorted(archive.namelist()) if (m := there.match(n))}
         if language != "en" and language not in names.values():
@@ -133,7 +133,7 @@ def similarities(name):
     """Human judgements of similarity: wordsim353, simlex999, or the path of a file like them."""
     if name not in SIMILARITIES:
         return read_similarities(Path(name).read_text(encoding="utf-8-sig"), name)
-    with fetched(GENSIM, fetch_source) as path, tarfile.open(path) as archive:
+    with tarfile.open(fetched(GENSIM, fetch_source)) as archive:
         file = archive.extractfile(f"gensim-4.4.0/gensim/test/test_data/{SIMILARITIES[name]}")
         return read_similarities(file.read().decode("utf-8"), name)
 
