@@ -63,18 +63,17 @@ CODE = {  # a tab, and the parts of mhf.py that compute what it shows
 TABS = tuple(CODE)
 DOLLARS = [{"left": "$", "right": "$", "display": False}]
 DRAWN = ("head", "way", *TABS, "link")  # what an event draws
-START = "I do beseech your"
-LIGHT = "**ROMEO**  \nBut, soft! what light through yonder"
-JULIET = "**JULIET**  \nO Romeo, Romeo! wherefore art"
-EXAMPLES = {"a plea": START, "Juliet": JULIET, "Romeo": LIGHT, "bytes": "O 😀 سلام"}
+START = "My lord, I do beseech your"
+ROMEO = "**JULIET**  \nO Romeo, Romeo! wherefore art"
+EXAMPLES = {"a plea": START, "Romeo": ROMEO, "a death": "To be, or not", "bytes": "O 😀 سلام"}
 TOUR = [  # tab, checkpoint or None, prompt or None, text
-    ("signature", PAPER, START, "A token is a few ids: its bytes, hashed with different seeds."),
-    ("signature", None, None, "Tokens share buckets and rows; all ids together are one token's."),
-    ("gate", None, None, "A gate weighs the rows: their sum is all that the model sees."),
-    ("cascade", None, None, "Function after function votes on its bucket: a token is a path."),
-    ("cascade", JOINT, None, "Trained jointly, one says little: only together they are right."),
-    ("probability", None, None, "Surprises add up; renormalised and calibrated: a probability."),
-    ("generate", PAPER, LIGHT, "Generate, then choose a token there: the picture goes to it."),
+    ("signature", PAPER, START, "① A token is a few ids: its bytes, hashed with different seeds."),
+    ("signature", None, None, "① Tokens share buckets; all ids together are one token's."),
+    ("gate", None, None, "③ A gate weighs the rows: their sum is all that the model sees."),
+    ("cascade", None, None, "⑤ Function after function predicts an id: a token is a path."),
+    ("cascade", JOINT, None, "⑤ Trained jointly, one says little: only together they are right."),
+    ("probability", None, None, "⑥ Surprises add up; renormalised and calibrated: a probability."),
+    ("generate", PAPER, ROMEO, "Generate, then choose a token there: the picture goes to it."),
     ("vocabulary", None, None, "A new word costs no parameter. Add one, use it in the prompt."),
 ]  # fmt: skip
 
@@ -115,8 +114,8 @@ class Lab:
 
     def paths(self):
         """{name: folder}: the checkpoint given, the shipped ones, those of the output folder."""
-        shipped = {name: HERE / "tutorials" / folder for name, folder in SHIPPED.items()}
-        shipped = {name: folder for name, folder in shipped.items() if folder.is_dir()}
+        home = HERE / "tutorials"
+        shipped = {name: home / f for name, f in SHIPPED.items() if (home / f).is_dir()}
         runs = sorted(self.out.glob("*/last"), key=os.path.getmtime, reverse=True)[:50]
         return self.first | shipped | {run.parent.name: run.parent for run in runs}
 
@@ -342,8 +341,12 @@ def view_way(session, checkpoint, _):
         first, second = (checkpoint.name(v["id"]) for v in votes[:2])
         sentence = f"{first} needs {less:.1f} bits less than {second}: 2^{less:.1f} = "
         sentence += f"{count(round(2**less, 0 if less > 4 else 1))} times as probable"
-        sentence += f", before calibration (τ = {tau:.2f})" if tau != 1 else ""
-    return {"votes": votes, "longest": max(v["sum"] for v in votes), "sentence": sentence}
+        if tau != 1:
+            after = f"2^({less:.1f} / {tau:.2f}) = {2 ** (less / tau):.1f} times after it"
+            sentence += f" before calibration, {after}"
+    rest = max(0.0, 1 - sum(math.exp(v["log_prob"]) for v in votes))
+    longest = max(v["sum"] for v in votes)
+    return dict(votes=votes, longest=longest, sentence=sentence, others=rest)
 
 
 def view_cascade(session, checkpoint, _):
@@ -451,8 +454,7 @@ def told(plain=False):
 
 def act(lab, session, data):
     """The session after what was clicked or typed; data.do says what it is."""
-    given = {"token": -1} | data._data
-    token = int(given["token"]) if int(given["token"]) >= 0 else None
+    token = int(data._data.get("token", -1))  # -1: none
     match data.do:
         case "load":
             return from_link(lab, session, urllib.parse.parse_qs(data.query))
@@ -474,10 +476,10 @@ def act(lab, session, data):
             return session | {"step": step, "tab": tab}
         case "pick":
             at = max(0, min(len(session["ids"]) - 1, int(data.index)))
-            return trace_again(lab, session, position=at, chosen=token)
+            return trace_again(lab, session, position=at, chosen=token if token >= 0 else None)
         case "go":
             tab = data.tab if data.tab in TABS else TABS[0]
-            return session | {"tab": tab, "chosen": session["chosen"] if token is None else token}
+            return session | {"tab": tab, "chosen": session["chosen"] if token < 0 else token}
         case "kind":
             return session | PLAIN | {"kind": "force" if data.value == "force" else "only"}
         case "what":
@@ -548,9 +550,8 @@ class Page:
                     yield self.drawn(found, sampling)
 
         def on_slide(data: gr.EventData, session):
-            values = {name: float(getattr(data, name)) for name in SLIDERS}
-            for name, (_, low, high, _) in SLIDERS.items():  # as the page itself does
-                values[name] = min(max(values[name], low), high)
+            bounds = {name: (low, high) for name, (_, low, high, _) in SLIDERS.items()}
+            values = {n: min(max(float(getattr(data, n)), a), b) for n, (a, b) in bounds.items()}
             values["top_k"] = int(values["top_k"]) or None
             text = show("sliders", values=values)
             return values, draw(lab, session, values)[DRAWN.index("probability")], text, text
@@ -658,7 +659,7 @@ def serve(args):
     )  # fmt: skip
     if args.host in ("0.0.0.0", "::"):  # every address of this machine; none to open
         host = socket.gethostname()
-    return page, f"http://{host}:{page.demo.server_port}"
+    return page, page.demo.share_url or f"http://{host}:{page.demo.server_port}"
 
 
 def main(argv=None):
@@ -682,8 +683,7 @@ def main(argv=None):
         place = f"--host {args.host} --port {args.port or 'any'}: " * isinstance(error, OSError)
         print("demo_app.py: error:", place + " ".join(str(error).split()), file=sys.stderr)
         return 2
-    where = f"{page.default} on {page.lab.device}, at {address}"
-    print(where, page.demo.share_url or "", flush=True)
+    print(f"{page.default} on {page.lab.device}, at {address}", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         if args.selftest:  # one request, as a notebook makes it
             from gradio_client import Client

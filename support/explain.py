@@ -14,7 +14,7 @@ def explain(model, ids, position=-1, top_k=10, force=None, only=None):
     Lists hold up to top_k entries, best first, of equals the lowest id. None: not existing here.
 
     tokens       of every input token: id, text, signature; gate, the weight of each row
-    input        of the token: the H rows of its signature; mixed, their weighted sum; x, its vector
+    input        the H rows of its signature; mixed, their weighted sum; x, its vector; h, the state
     top_tokens   the most probable next tokens: id, text, signature, rank; log_p of each function;
                  score, their sum; joint_prob, its exponential; log_prob_paper, renormalised over
                  the vocabulary; log_prob, renormalised and calibrated, and log_prob_before, the
@@ -39,6 +39,7 @@ def explain(model, ids, position=-1, top_k=10, force=None, only=None):
         entry["gate"] = None if weights is None else weights.tolist()
     mixed = None if gate is None else (gate[position] @ rows[position]).tolist()
     found["input"] = {"rows": rows[position].tolist(), "mixed": mixed, "x": x[position].tolist()}
+    found["input"]["h"] = h.tolist()
     if log_p is not None:
         signature = model.signatures.signatures[ids[0, position]]
         buckets = [bucket_entry(model, plain, top_k, j, b) for j, b in enumerate(signature)]
