@@ -62,7 +62,8 @@ CODE = {  # a tab, and the parts of mhf.py that compute what it shows
 }
 TABS = tuple(CODE)
 DOLLARS = [{"left": "$", "right": "$", "display": False}]
-DRAWN = ("head", "way", *TABS, "link")  # what an event draws
+DRAWN = ("head", "way", *TABS, "link")  # what an event draws; HEADS draw the first, too
+HEADS = ("load", "example", "checkpoint", "tour", "use")
 START = "My lord, I do beseech your"
 ROMEO = "**JULIET**  \nO Romeo, Romeo! wherefore art"
 EXAMPLES = {"a plea": START, "Romeo": ROMEO, "a death": "To be, or not", "bytes": "O 😀 سلام"}
@@ -169,14 +170,14 @@ class Lab:
 
     def trace(self, session, top_k=LISTED, force=None, only=None):
         """explain's dict. Of a model that a student changed at least the next tokens."""
-        checkpoint = self.of(session)
-        model, top_k = checkpoint.model, min(top_k, len(checkpoint.raw))
-        place = session["ids"], session["position"]
+        model, place = self.of(session).model, (session["ids"], session["position"])
+        top_k = min(top_k, model.config.vocab_size)
         with self.lock, torch.no_grad():
             row, at, *what = explain.check(model, *place, top_k, force, only)
+            changed = () if any(what) else (AttributeError, RuntimeError, TypeError, ValueError)
             try:
                 return explain.explain(model, row, at, top_k, *what)
-            except (AttributeError, RuntimeError, TypeError, ValueError) as error:
+            except changed as error:
                 scores = model.token_scores(model(row))[0, at]  # (V,)
                 trace = explain.explain_next(model, row, at, top_k, scores, scores)
                 return trace | {"changed": f"{type(error).__name__}: {error}"}
@@ -254,12 +255,12 @@ def generate(lab, session, sampling, data):
         if not 0 <= int(data.token) < len(checkpoint.raw):
             raise ValueError(f"there is no token {data.token:.20}")
         start = at if session["start"] is None else min(session["start"], at)
-        session = session | {"ids": [*ids[:at], int(data.token)]}
-        session["written"], ids = lab.log_probs(session, start), session["ids"]
-    session = session | PLAIN | dict(start=start, trace=None, notice="")
+        ids = [*ids[:at], int(data.token)]
+    session = session | PLAIN | dict(ids=ids, start=start, trace=None, notice="")
     if len(ids) >= window:  # as mhf.generate does
-        session |= dict(ids=ids[-(window // 2) :], start=window // 2, written={})
+        session |= dict(ids=ids[-(window // 2) :], start=window // 2)
         session["notice"] = "The context was full: its newest half is kept."
+    session["written"] = lab.log_probs(session, session["start"])
     if not 0 <= int(data.seed) < 2**63:
         raise ValueError(f"seed must be from 0 to {2**63 - 1}, not {data.seed:.20}")
     most = min(int(data.many), MAX_TOKENS, window - len(session["ids"]))
@@ -312,8 +313,8 @@ def show(template, /, **values):
     return f'<div class="mhf">{JINJA.get_template(f"{template}.html").render(values)}</div>'
 
 
-def draw(lab, session, sampling):
-    """The HTML of everything that an event may change, in the order of DRAWN."""
+def draw(lab, session, sampling, names=DRAWN):
+    """The HTML of what an event may change, in the order of names."""
     checkpoint, trace, drawn = lab.of(session), session["trace"], []
     known = [*trace["top_tokens"], *filter(None, [trace["next"]])]
     chosen = next((e for e in known if e["id"] == session["chosen"]), known[0])
@@ -321,7 +322,7 @@ def draw(lab, session, sampling):
     given = dict(trace=trace, session=session, checkpoint=checkpoint, chosen=chosen, token=token)
     given |= dict(name=checkpoint.name, config=checkpoint.model.config, V=len(checkpoint.raw))
     given |= dict(H=len(token["signature"] or [0]), choices=lab.paths(), link=permalink(session))
-    for name in DRAWN:
+    for name in names:
         if (need := NEEDS.get(name, "scores")) not in trace:
             drawn.append(show("absent", need=need, why=trace.get("changed")))
             continue
@@ -339,10 +340,10 @@ def view_way(session, checkpoint, _):
     if len(votes) > 1:
         less, tau = votes[1]["sum"] - votes[0]["sum"], trace["calibration"]
         first, second = (checkpoint.name(v["id"]) for v in votes[:2])
-        sentence = f"{first} needs {less:.1f} bits less than {second}: 2^{less:.1f} = "
+        sentence = f"{first} needs {less:.1f} bits less than {second}: 2^{less:.1f} ≈ "
         sentence += f"{count(round(2**less, 0 if less > 4 else 1))} times as probable"
         if tau != 1:
-            after = f"2^({less:.1f} / {tau:.2f}) = {2 ** (less / tau):.1f} times after it"
+            after = f"2^({less:.1f} / {tau:.2f}) ≈ {2 ** (less / tau):.1f} times after it"
             sentence += f" before calibration, {after}"
     rest = max(0.0, 1 - sum(math.exp(v["log_prob"]) for v in votes))
     longest = max(v["sum"] for v in votes)
@@ -460,7 +461,7 @@ def act(lab, session, data):
             return from_link(lab, session, urllib.parse.parse_qs(data.query))
         case "type":
             try:
-                return open_prompt(lab, session, data.prompt)
+                return open_prompt(lab, session, data.prompt.encode("utf-8", "replace").decode())
             except ValueError as error:  # while it is typed
                 return session | {"notice": f"Not read: {error}."}
         case "example":
@@ -537,12 +538,13 @@ class Page:
         lab, views, given = self.lab, self.views, [self.session, self.sampling]
         drawn = [self.session, self.tabs, *(views[name] for name in DRAWN)]
         hidden = dict(api_visibility="private", show_progress="hidden")
-        clicks = hidden | dict(concurrency_id="clicks", concurrency_limit=1)
-        light = hidden | dict(queue=False, trigger_mode="always_last")
+        clicks = hidden | dict(concurrency_id="acts", concurrency_limit=1, trigger_mode="multiple")
+        last, light = (clicks | dict(trigger_mode="always_last", queue=q) for q in (True, False))
+        whole = lambda s: s if s["trace"] else finish(lab, s)  # noqa: E731
 
         def on_act(data: gr.EventData, session, sampling):
             with told():
-                return self.drawn(act(lab, session, data), sampling, data.do)
+                return self.drawn(act(lab, whole(session), data), sampling, data.do)
 
         def on_write(data: gr.EventData, session, sampling):
             with told():
@@ -554,7 +556,7 @@ class Page:
             values = {n: min(max(float(getattr(data, n)), a), b) for n, (a, b) in bounds.items()}
             values["top_k"] = int(values["top_k"]) or None
             text = show("sliders", values=values)
-            return values, draw(lab, session, values)[DRAWN.index("probability")], text, text
+            return values, *draw(lab, whole(session), values, ["probability"]), text, text
 
         def on_peek(data: gr.EventData, session):
             checkpoint, word = lab.of(session), data.word.encode("utf-8", "replace")
@@ -563,34 +565,32 @@ class Page:
             with lab.lock:
                 found = explain.explain_word(checkpoint.model, word[:MAX_BYTES])
             more = dict(name=checkpoint.name, config=checkpoint.model.config)
-            return show("word", found=found, word=data.word, H=len(found["signature"]), **more)
+            return show("word", found=found, word=word.decode(), H=len(found["signature"]), **more)
 
-        for name in DRAWN:
-            how = dict(trigger_mode="always_last" if name == "head" else "multiple")
-            views[name].act(on_act, given, drawn, **clicks | how)
         how = hidden | dict(concurrency_id="generate", concurrency_limit=2)
         runs = [views[n].write(on_write, given, drawn, **how) for n in ("writer", "generate")]
-        stopped = views["writer"].stop(None, cancels=runs, queue=False, api_visibility="private")
-        ended = lambda s, sampling: self.drawn(s if s["trace"] else finish(lab, s), sampling)  # noqa: E731
-        stopped.then(ended, given, drawn, **clicks)
+        stopped = views["writer"].stop(None, cancels=runs, **light)
+        stopped.then(lambda s, sampling: self.drawn(whole(s), sampling), given, drawn, **clicks)
+        for n in DRAWN:  # whatever else is done ends the writing
+            views[n].act(None, cancels=runs, **light)
+            views[n].act(on_act, given, drawn, **last if n == "head" else clicks)
         sliders = [views[f"{name}-above"] for name in ("probability", "generate")]
         slid, told_by = [self.sampling, views["probability"], *sliders], self.session
         for own in sliders:
             own.slide(on_slide, told_by, slid, **light)
-        views["signature-above"].peek(on_peek, told_by, views["word"], **light)
+        views["signature-above"].peek(told()(on_peek), told_by, views["word"], **last)
         for name in TABS:
             views[name].parent.select(None, js=f"() => window.visit?.('{name}')")
-        gr.api(self.inspect, api_name="inspect", concurrency_id="clicks")
+        gr.api(self.inspect, api_name="inspect", concurrency_id="acts")
 
     def drawn(self, session, sampling, do=""):
-        """What an event draws anew: while text is written that alone, while typing no prompt."""
+        """What an event draws anew: while text is written that alone."""
         if session["trace"] is None:
             view = dict(session=session, name=self.lab.of(session).name)
             text = show("generate", **view, **view_generate(session, self.lab.of(session)))
             return [session, gr.skip()] + [text if n == "generate" else gr.skip() for n in DRAWN]
         views = draw(self.lab, session, sampling)
-        if do == "type":
-            views[0] = gr.skip()
+        views[0] = views[0] if do in HEADS else gr.skip()  # a user may be typing there
         tabs = gr.Tabs(selected=session["tab"]) if session["tab"] else gr.skip()
         return [session | {"tab": ""}, tabs, *views]
 
@@ -650,7 +650,7 @@ def serve(args):
     host = f"[{args.host}]" if ":" in args.host else args.host
     hosts = LOOPBACK if args.host in LOOPBACK and not args.share else ()
     page.demo.queue(max_size=128).launch(
-        server_name=host, server_port=args.port, share=args.share, css=CSS,
+        server_name=host, server_port=args.port or None, share=args.share, css=CSS,
         theme=gr.themes.Default(primary_hue="blue"), run_history=False, enable_monitoring=False,
         footer_links=["api", "settings"], max_file_size="1mb", ssr_mode=False, pwa=False,
         show_error=False, quiet=True, prevent_thread_lock=True,

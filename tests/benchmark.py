@@ -1,7 +1,7 @@
 """Measure speed and memory.
 
 python tests/benchmark.py              all of it; writes tests/benchmark_results/README.md
-python tests/benchmark.py generation   one part, printed: training, tables, scoring, tokenising
+python tests/benchmark.py generation   one part, printed: training, generation, tables
 python tests/benchmark.py --quick      small sizes, in a minute, printed
 python tests/benchmark.py --gpu        training steps of 100m and 1b on a GPU, printed
 """
@@ -13,7 +13,6 @@ import re
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import tracemalloc
 from functools import partial
@@ -36,9 +35,9 @@ ABOUT = """\
 
 `python tests/benchmark.py`, medians of {rounds} rounds in turn; {machine}; {date}.
 """
-FULL = dict(rounds=5, steps={"tiny": {}, "100m": dict(max_position_embeddings=512)}, copies=50)
+FULL = dict(rounds=5, steps={"tiny": {}, "100m": dict(max_position_embeddings=512)})
 FULL |= dict(contexts=(16, 512), tables=(131_072, 1_000_000), compiled=(False,))
-QUICK = dict(rounds=2, steps={"tiny": dict(num_hidden_layers=2)}, copies=2)
+QUICK = dict(rounds=2, steps={"tiny": dict(num_hidden_layers=2)})
 QUICK |= dict(contexts=(16, 64), tables=(131_072,), compiled=(False,))
 GPU = FULL | dict(steps={"100m": {}, "1b": {}}, compiled=(False, True))
 
@@ -132,35 +131,7 @@ def tables(sizes, device):
         yield line(f"{size:,} tokens", took, "s", f"{megabytes:,.0f} MB")
 
 
-@torch.no_grad()
-def scoring(sizes, device):
-    """Scores of the whole vocabulary (token_scores)"""
-    for preset in sizes["steps"]:
-        models = [run.model for run in make_runs(preset, device, num_hidden_layers=1)]
-        for count in (1, 512):
-            h = torch.randn(count, models[0].config.hidden_size, device=device)
-            jobs = {m.config.model: partial(seconds, m.token_scores, h) for m in models}
-            for name, took in in_turn(jobs, sizes["rounds"]).items():
-                yield line(f"{preset}, M {count}: {name}", [1000 * s for s in took], "ms")
-
-
-def tokenising(sizes, device):
-    """Text to tokens: what train.py does first (support.data.prepare with bpe:2048)"""
-    from pydoc_data.topics import topics
-
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["MHF_CACHE"], path = folder, Path(folder, "text.txt")
-        path.write_text("\n".join(topics.values()) * sizes["copies"], encoding="utf-8")
-
-        def job():
-            os.utime(path)  # what is kept goes by the time
-            return seconds(data.prepare, [str(path)], "bpe:2048")
-
-        took, size = in_turn({"": job}, sizes["rounds"])[""], path.stat().st_size / 1e6
-        yield line(f"{size:,.0f} MB", [size / s for s in took], "MB/s")
-
-
-PARTS = {part.__name__: part for part in (training, generation, tables, scoring, tokenising)}
+PARTS = {part.__name__: part for part in (training, generation, tables)}
 
 
 def main(argv=None):

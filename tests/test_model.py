@@ -111,15 +111,6 @@ def test_states_do_not_see_later_tokens(model, ids):
     assert not torch.allclose(model(ids)[:, 4:], model(other)[:, 4:], atol=1e-2)
 
 
-@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
-def test_layers_end_in_the_states(model, ids, kind):
-    """return_layers adds a float32 residual stream (N, T, D) a layer, under autocast, too."""
-    with torch.autocast("cpu", kind, enabled=kind != torch.float32):
-        states, layers = model(ids, return_layers=True)
-        close(model.model.norm(layers[-1]), states, atol=0, rtol=0)
-    assert [(x.shape, x.dtype) for x in layers] == [((2, 7, 16), torch.float32)] * 2
-
-
 KINDS = [{"H": 1}, {"H": 1, "B": 4, "V": 40}, {"H": 2, "B": 9}, {"H": 4, "B": 5},
          {"num_lsh": 1, "B": 16}, {"num_lsh": 3, "B": 16}, {"unassigned": (4, 7, 19)}]  # fmt: skip
 
@@ -206,17 +197,11 @@ def test_ids_outside_the_vocabulary_are_refused(model, ids, name, token):
 @per_objective
 @pytest.mark.parametrize("token", [-1, -99, -101, 20])
 def test_targets_outside_the_vocabulary_are_refused(model, ids, targets, token, objective):
-    """−100 alone is not counted: any other target outside the vocabulary is a ValueError."""
+    """−100 alone is not counted: another target outside, or one never used, is a ValueError."""
     targets[0, 3] = token
     refused(lambda: model.loss(ids, targets, objective), token)
     refused(lambda: model.loss_per_position(model(ids)[0], targets[0], objective), token)
-
-
-@per_objective
-def test_unused_targets_are_refused(ids, targets, objective):
-    """An id that no token uses has no probability: no objective trains it."""
-    with pytest.raises(ValueError, match="never used"):
-        build(unassigned=(4, 18)).loss(ids, targets, objective)
+    refused(lambda: build(unassigned=(4, 18)).loss(ids, ids % 5, objective), "never used")
 
 
 IMPOSSIBLE = [

@@ -11,7 +11,6 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from unicodedata import east_asian_width
 
 import pytest
 from conftest import FIXTURES, random_checkpoint
@@ -73,10 +72,6 @@ def start(*flags, **environment):
     heard = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # nohup has it ignored
     how = dict(env=os.environ | environment, stdout=-1, stderr=-1, preexec_fn=heard)
     return subprocess.Popen(command, **how)
-
-
-def width(text):
-    return sum(2 if east_asian_width(c) in "WF" else 1 for c in text)
 
 
 def spell(text, cut=None):
@@ -205,22 +200,6 @@ def test_table():
         best = [f"{math.exp(entry['log_prob']):.4f}" for entry in found["top_tokens"][:3]]
         assert re.findall(r" (\d\.\d{4})(?=  |$)", next(lines)) == best
     assert [*lines] == [""]
-
-
-@pytest.mark.parametrize("kind", ["run", "standard", "ids"])
-def test_table_fits_a_terminal(kind, monkeypatch):
-    """In 100 columns, wide characters and all, without control characters; standard: two lines."""
-    longest = sorted(range(len(WORDS)), key=lambda i: -width(WORDS.decode([i])))[:20]
-    fake(monkeypatch, [*longest, *range(34), *spell("\x1b\x9b\u200b字"), len(WORDS) - 1])
-    out = call("--explain", checkpoint=kind, prompt="5")[1]
-    assert all(c.isprintable() or c == "\n" for c in out)
-    assert kind != "standard" or out.count("\n") == 2 * out.count(" id ") + 2
-    top = [{"bucket": 2**24 - 1, "prob": 1.0}] * 4
-    best = [{"id": i, "log_prob": 0.0} for i in longest]
-    found = {"valid_mass": 1e-30, "functions": [{"top": top}] * 3, "top_tokens": best}
-    monkeypatch.setattr("support.explain.explain", lambda *_, **__: found)
-    widest = call("--explain", prompt="5")[1]
-    assert max(map(width, (out + widest).split("\n"))) <= 100 < width(WORDS.decode(longest[:1]))
 
 
 def refused(result, *parts):

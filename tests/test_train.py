@@ -625,14 +625,3 @@ def test_help_names_every_setting(capsys, monkeypatch):
         default = f"(default {f.default})" if f.default not in (None, False) else ""
         entry = rf" --{f.name}\b(?:(?! --\w).)*{re.escape(default)}"
         assert f.name == "extra" or re.search(entry, out), f.name
-
-
-def test_presets_have_training_defaults(monkeypatch):
-    """A step holds whole contexts, and there is an evaluation. auto is small on a GPU."""
-    for name in mhf.PRESETS:
-        settings, _ = train.split_flags({"preset": name, "device": "cpu"})
-        length = mhf.Config.preset(name).max_position_embeddings
-        assert settings.tokens_per_step % length == 0 and settings.eval_every <= settings.steps
-    for device, preset in (("cpu", "tiny"), ("cuda", "small")):
-        monkeypatch.setattr(mhf, "choose_device", lambda _, name=device: torch.device(name))
-        assert train.split_flags({})[0].preset == preset

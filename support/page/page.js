@@ -1,6 +1,7 @@
 // One listener for a whole view: it outlives what is drawn in it. What was clicked or typed becomes an event.
 const EVENTS = {generate: 'write', branch: 'write', stop: 'stop', peek: 'peek'};
 const act = piece => {
+  window.flush?.();  // what was typed comes before a click
   const data = {...piece.dataset};
   const form = data.do === 'branch' ? document.querySelector('#writer .form') : piece.closest('.form');
   for (const input of form?.querySelectorAll('[name]') ?? [])
@@ -26,7 +27,8 @@ element.addEventListener('input', event => {
   const field = event.target;
   if (!field.matches(FIELDS) || !field.dataset.do) return;
   clearTimeout(waiting);
-  waiting = setTimeout(() => act(field), field.matches('select') ? 0 : 120);
+  window.flush = () => { window.flush = null; clearTimeout(waiting); act(field); };
+  waiting = setTimeout(() => window.flush?.(), field.matches('select') ? 0 : 120);
 });
 // A view is drawn anew after a click: the focus goes back to what had it.
 let focused = '';
@@ -44,7 +46,7 @@ const tell = event => {
   line.textContent = piece ? piece.dataset.tip : line.dataset.own;
 };
 for (const name of ['mouseover', 'focusin']) element.addEventListener(name, tell);
-element.addEventListener('mouseleave', () => tell({target: element}));
+for (const name of ['mouseleave', 'focusout']) element.addEventListener(name, () => tell({target: element}));
 // Sliders: a number out of range is said, not bent; what fits is sent.
 const send = () => trigger('slide', Object.fromEntries(
   [...element.querySelectorAll('input[type=range]')].map(input => [input.name, Number(input.value)])));
@@ -78,5 +80,8 @@ watch('value', () => setTimeout(() => {
   if (element.querySelector('[data-link]')) { address(); window.visit = address; }
   if (chosen) chosen.parentNode.scrollLeft = chosen.offsetLeft - chosen.parentNode.clientWidth / 2;
   if (text) text.scrollTop = text.scrollHeight;
+  for (const field of element.querySelectorAll('#prompt, select'))  // drawing leaves what a user set
+    if (field.options) field.value = (field.querySelector('[selected]') ?? field.options[0]).value;
+    else if (field !== document.activeElement) field.value = field.defaultValue;
   if (focused) element.querySelector(focused)?.focus({preventScroll: true});
 }));
