@@ -20,7 +20,7 @@ from pathlib import Path
 
 from playwright.sync_api import sync_playwright
 
-ROOT = Path(__file__).resolve().parents[1]
+DEMO = str(Path(__file__).resolve().parents[1] / "demo_app.py")
 FLAGS = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 AIMS = {  # seconds, on 2 cores
     "first view": 2.5,
@@ -51,8 +51,7 @@ WRITE = "document.querySelector('#go').click()", "document.querySelector('#gener
 
 
 def start(folder):
-    command = [sys.executable, str(ROOT / "demo_app.py"), "--out", folder]
-    one = os.environ | {"OMP_NUM_THREADS": "1"}
+    command, one = [sys.executable, DEMO, "--out", folder], os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=one)
     for line in process.stdout:
         if found := re.search(r"http://\S+", line):
@@ -61,7 +60,6 @@ def start(folder):
 
 
 def first_view(browser, address):
-    """Seconds until the picture is seen, in a browser without a cache; and the page."""
     page, began = browser.new_context().new_page(), time.perf_counter()
     page.goto(address)
     page.locator("#way .share").last.wait_for()
@@ -76,10 +74,12 @@ def timed(page, what, value="", rest=300):
 
 
 def in_page(page, rounds):
+    for name in ("Probability", "Generate"):  # which are not in the page before
+        page.get_by_role("tab", name=name).click()
     page.wait_for_timeout(1000)
     found = {"click on a token": [timed(page, PICK, i % 5) for i in range(rounds)]}
     found["slider"] = [timed(page, MOVE, f"{0.51 + i / 10:g}") for i in range(rounds)]
-    page.evaluate("document.querySelector('[name=many]').value = 2")
+    page.locator("[name=many]").fill("2")
     found["first generated token"] = []
     for i in range(rounds):
         page.locator("#prompt").fill(f"My lord, I do beseech your {i}")
@@ -92,8 +92,9 @@ def among_others(browser, address, rounds, users=10):
     pages = [first_view(browser, address)[1] for _ in range(users + 1)]
     pages[0].wait_for_timeout(1000)
     for page in pages[1:]:
-        page.evaluate("document.querySelector('[name=many]').value = 200")
-        page.evaluate(WRITE[0])
+        page.get_by_role("tab", name="Generate").click()
+        page.locator("[name=many]").fill("200")
+        page.locator("#go").click()
     return [timed(pages[0], PICK, i % 5, rest=100) for i in range(rounds)]
 
 
@@ -107,7 +108,6 @@ def ask(address):
 
 
 def crowd(address, users=20, requests=5):
-    """Seconds of every request of users who ask at the same time, each one after the other."""
     with ThreadPoolExecutor(users) as pool:  # which raises what a request does
         each = list(pool.map(lambda _: [ask(address) for _ in range(requests)], range(users)))
     return sum(each, [])
@@ -120,8 +120,7 @@ def main():
         try:
             browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=FLAGS)
             views = [first_view(browser, address) for _ in range(rounds)]
-            for _, page in views[1:]:
-                page.context.close()
+            [page.context.close() for _, page in views[1:]]
             found = {"first view": [seconds for seconds, _ in views]}
             found |= in_page(views[0][1], rounds)
             found["click, ten others generate"] = among_others(browser, address, rounds)

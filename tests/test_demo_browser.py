@@ -128,6 +128,8 @@ def visit(address):
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         visit.page = visit()
         visit.page.add_script_tag(path=AXE)
+        for tab in TABS:  # which is not in the page before
+            open_tab(visit.page, tab)
         yield visit
         browser.close()
     away = [url for url in requests if not url.startswith((address + "/", "data:", "blob:"))]
@@ -210,8 +212,8 @@ def data(page, selector, name):
 def write(page, many=12, seed=3, wait=True):
     look(page, ROMEO)
     open_tab(page, "Generate")
-    page.locator("[name=many]").fill(str(many))
-    page.locator("[name=seed]").fill(str(seed))
+    for name, value in (("many", many), ("seed", seed)):
+        page.locator(f"[name={name}]").fill(str(value))
     if wait:
         return click(page, "#go")
     page.locator("#go").click()
@@ -232,12 +234,10 @@ BOXES = "x => x.map(e => e.getBoundingClientRect()).map(b => [b.x, b.y, b.right,
 
 def test_the_first_screen_shows_the_whole_picture(page):
     """At 1280 x 800 nobody scrolls for it; at 390 x 844 for no percentage, nor its first half."""
-    for size, parts in ((DESK, "#way, #way .share"), (PHONE, "#way .share, #way svg >> nth=0")):
+    for size, parts in ((DESK, "#way, #way .share"), (PHONE, "#way .share, .context + svg")):
         page.set_viewport_size(size)
         page.evaluate("scrollTo(0, 0)")
-        boxes = [
-            box for part in parts.split(", ") for box in page.locator(part).evaluate_all(BOXES)
-        ]
+        boxes = page.locator(parts).evaluate_all(BOXES)
         assert len(boxes) == 9
         for left, top, right, bottom in boxes:
             assert min(left, top) >= 0 and right <= size["width"] and bottom <= size["height"]
@@ -251,21 +251,24 @@ CUT = """() => [...document.querySelectorAll('.mhf, .mhf *')].filter(
 
 def test_no_page_scrolls_sideways(page):
     """No tab is too wide for 390 to 1920 pixels, nor a part of it; 640 is 1280 at 200 %."""
-    cdp, found = page.context.new_cdp_session(page), []
+    zoom, found = page.context.new_cdp_session(page), []
     write(page, 30)
     page.evaluate(UNFOLD)
-    for width, scale in ((1920, 1), (1280, 1), (640, 2), (390, 1)):
-        size = dict(width=width, height=844, mobile=False, deviceScaleFactor=scale)
-        cdp.send("Emulation.setDeviceMetricsOverride", size)
+    for width in (1920, 1280, 390, 640):
+        size = {"width": width, "height": 400 if width == 640 else 844}
+        page.set_viewport_size(size)
+        if width == 640:
+            doubled = size | {"mobile": False, "deviceScaleFactor": 2}
+            zoom.send("Emulation.setDeviceMetricsOverride", doubled)
         for tab in TABS:
             open_tab(page, tab)
             wide = page.evaluate("document.documentElement.scrollWidth - innerWidth")
             found += [(width, tab, wide)] * (wide > 0) + page.evaluate(CUT)
-            shoot(page, f"{tab.lower()}-{width}")
+            width == 640 or shoot(page, f"{tab.lower()}-{width}")  # which would end the zoom
         ((left, _, right, _),) = page.locator("#way").evaluate_all(BOXES)
         margin = page.evaluate("document.documentElement.clientWidth") - right
         found += [(width, left, margin)] * (abs(left - margin) > 1)
-    cdp.detach()
+    zoom.detach()
     assert found == []
 
 
@@ -429,8 +432,8 @@ def test_typing_moves_the_picture(page):
     with answered(page):
         page.locator("#prompt").press("End")
         page.keyboard.type(" hath a", delay=20)
-    assert strip(page) == signs(PROMPT + " hath a")
-    assert page.locator("#prompt").input_value() == PROMPT + " hath a"
+    text = PROMPT + " hath a"
+    assert (strip(page), page.locator("#prompt").input_value()) == (signs(text), text)
     assert page.evaluate("document.activeElement.id") == "prompt"
 
 
@@ -441,8 +444,7 @@ def test_what_was_typed_goes_before_a_click(page):
     with answered(page):
         page.locator("#prompt").fill("My lord")
         page.locator("[data-by='1']").click()
-    assert page.locator("#prompt").input_value() == "My lord"
-    assert strip(page) == "My␣lord"
+    assert (strip(page), page.locator("#prompt").input_value()) == ("My␣lord", "My lord")
     assert "2 of 8" in page.locator(".tour").inner_text()
     choose(page, "example", "a plea")  # which takes its place
     assert page.locator("#prompt").input_value() == "My lord, I do beseech your"
@@ -453,8 +455,7 @@ def test_a_text_that_cannot_be_read_is_said(page, text, said):
     """In the sentence's place; the picture and what was typed stay."""
     look(page, text)
     assert said in page.locator("#way .sentence").inner_text()
-    assert strip(page) == signs(PROMPT)
-    assert page.locator("#prompt").input_value() == text
+    assert (strip(page), page.locator("#prompt").input_value()) == (signs(PROMPT), text)
 
 
 def test_every_step_of_the_tour_opens(page):
@@ -629,8 +630,8 @@ def test_a_link_shows_the_same_in_another_browser(page, visit):
 ATTACK = "<img/src='x'/onerror=document.title='X'>"
 HARD = [
     "</textarea></script><script>document.title='X'</script>" + ATTACK,
-    "${document.title='X'} {{7*7}} {% raw %} &lt;b&gt; \\u0041 `'\"",
-    "\none\n\n\ntwo\tthree \u202eسلام\u202c 👩‍👩‍👧 a\u0301\u200b\ufeff\n",
+    "\n${document.title='X'} {{7*7}} {% raw %} &lt;b&gt; \\u0041 `'\"",
+    "one\n\n\ntwo\tthree \u202eسلام\u202c 👩‍👩‍👧 a\u0301\u200b\ufeff\n",
 ]
 
 

