@@ -347,7 +347,8 @@ def assert_refused(found, *parts):
 def test_selftest_whatever_the_proxies(program, monkeypatch, host):
     """--selftest answers one request and ends; dead proxies of the environment have no say."""
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")
+        kind = "socks5" if name.lower() == "all_proxy" else "http"
+        monkeypatch.setenv(name, f"{kind}://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "example.org")
     try:
         port = unused_port(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
