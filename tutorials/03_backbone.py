@@ -381,7 +381,7 @@ for _ in range(40):  # read the whole context again for each token
 assert plain[30:] == cached
 cache = mhf.KVCache()
 model(ids[None], cache)
-kept = sum(cache.keys[i].numel() + cache.values[i].numel() for i in range(4)) // T
+kept = sum(k.numel() + v.numel() for k, v in cache.pairs.values()) // T
 print(f"kept for each position: {kept} numbers; with K = A heads it would be {kept * A // K}")
 print(tokenizer.decode(cached))
 assert kept == 2 * 4 * K * C == 512

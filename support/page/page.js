@@ -1,7 +1,7 @@
 // One listener for a whole view: it outlives what is drawn in it. What was clicked or typed becomes an event.
 const EVENTS = {generate: 'write', branch: 'write', stop: 'stop', peek: 'peek'};
 const act = piece => {
-  window.flush?.();  // what was typed comes before a click
+  if (window.flush) { window.flush(); return setTimeout(() => act(piece), 200); }  // first what was typed
   const data = {...piece.dataset};
   const form = data.do === 'branch' ? document.querySelector('#writer .form') : piece.closest('.form');
   for (const input of form?.querySelectorAll('[name]') ?? [])
@@ -80,8 +80,8 @@ watch('value', () => setTimeout(() => {
   if (element.querySelector('[data-link]')) { address(); window.visit = address; }
   if (chosen) chosen.parentNode.scrollLeft = chosen.offsetLeft - chosen.parentNode.clientWidth / 2;
   if (text) text.scrollTop = text.scrollHeight;
-  for (const field of element.querySelectorAll('#prompt, select'))  // drawing leaves what a user set
-    if (field.options) field.value = (field.querySelector('[selected]') ?? field.options[0]).value;
-    else if (field !== document.activeElement) field.value = field.defaultValue;
+  const drawn = new DOMParser().parseFromString(props.value, 'text/html');  // drawing leaves what a user set
+  for (const field of element.querySelectorAll('#prompt, select'))
+    if (field.options || field !== document.activeElement) field.value = drawn.querySelector(`[data-do=${field.dataset.do}]`).value;
   if (focused) element.querySelector(focused)?.focus({preventScroll: true});
 }));
