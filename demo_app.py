@@ -573,7 +573,7 @@ class Page:
         stopped.then(lambda s, sampling: self.drawn(whole(s), sampling), given, drawn, **clicks)
         for n in DRAWN:  # whatever else is done ends the writing
             views[n].act(None, cancels=runs, **light)
-            views[n].act(on_act, given, drawn, **last if n == "head" else clicks)
+            views[n].act(on_act, given, drawn, **clicks)
         sliders = [views[f"{name}-above"] for name in ("probability", "generate")]
         slid, told_by = [self.sampling, views["probability"], *sliders], self.session
         for own in sliders:
