@@ -163,9 +163,9 @@ class Lab:
             raise ValueError(f"there is no tokenizer: type token ids from 0 to {V - 1}")
         longest = sorted(words, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, longest))})", text) if words else [text]
-        for own, part in enumerate(parts):
-            tokens = checkpoint.tokenizer.encode
-            ids += [V - len(words) + words.index(part)] if own % 2 else tokens(part)
+        encode = checkpoint.tokenizer.encode
+        for i, part in enumerate(parts):  # the words stand at odd places
+            ids += [V - len(words) + words.index(part)] if i % 2 else encode(part)
         return ids
 
     def trace(self, session, top_k=LISTED, force=None, only=None):
@@ -260,7 +260,7 @@ def generate(lab, session, sampling, data):
     if len(ids) >= window:  # as mhf.generate does
         session |= dict(ids=ids[-(window // 2) :], start=window // 2)
         session["notice"] = "The context was full: its newest half is kept."
-    session["written"] = lab.log_probs(session, session["start"])
+    session["written"] = lab.log_probs(session, session["start"]) if data.do == "branch" else {}
     if not 0 <= int(data.seed) < 2**63:
         raise ValueError(f"seed must be from 0 to {2**63 - 1}, not {data.seed:.20}")
     most = min(int(data.many), MAX_TOKENS, window - len(session["ids"]))
@@ -446,11 +446,11 @@ def told(plain=False):
     try:
         yield
     except Exception as error:
-        known = isinstance(error, ValueError | AttributeError | TypeError)  # a bad argument
-        what = f"{type(error).__name__}: this went wrong; the server's terminal says more"
-        text = str(error) if known else what
+        text, bug = str(error), not isinstance(error, ValueError)
+        if not isinstance(error, ValueError | AttributeError | TypeError):  # not a bad argument
+            text = f"{type(error).__name__}: this went wrong; the server's terminal says more"
         text = text if plain else str(jinja2.filters.escape(text))
-        raise gr.Error(text, title="Not done", print_exception=not known) from error
+        raise gr.Error(text, title="Not done", print_exception=bug) from error
 
 
 def act(lab, session, data):
@@ -482,7 +482,8 @@ def act(lab, session, data):
             tab = data.tab if data.tab in TABS else TABS[0]
             return session | {"tab": tab, "chosen": session["chosen"] if token < 0 else token}
         case "kind":
-            return session | PLAIN | {"kind": "force" if data.value == "force" else "only"}
+            kind = "force" if data.value == "force" else "only"
+            return session | {"kind": kind, "what": None, "after": None}
         case "what":
             what = int(data.function), int(data.bucket)
             if what[0] < 0 or session["what"] == what:  # asked for twice it ends, too
@@ -653,8 +654,7 @@ def serve(args):
         server_name=host, server_port=args.port or None, share=args.share, css=CSS,
         theme=gr.themes.Default(primary_hue="blue"), run_history=False, enable_monitoring=False,
         footer_links=["api", "settings"], max_file_size="1mb", ssr_mode=False, pwa=False,
-        show_error=False, quiet=True, prevent_thread_lock=True,
-        state_session_capacity=256,  # a session is about a megabyte
+        show_error=False, quiet=True, prevent_thread_lock=True, state_session_capacity=256,
         app_kwargs={"middleware": [Middleware(Guard, hosts=hosts)]},
     )  # fmt: skip
     if args.host in ("0.0.0.0", "::"):  # every address of this machine; none to open

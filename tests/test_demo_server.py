@@ -419,8 +419,9 @@ def processes(runs, tmp_path_factory):
         environment = {k: v for k, v in os.environ.items() if k != "GRADIO_TEMP_DIR"}
         environment |= {"TMPDIR": str(tmp), "OMP_NUM_THREADS": "1"}
         call = [sys.executable, "-c", WATCH, *flags, str(unused_port())]
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8")
-        started.append((subprocess.Popen(call, env=environment, cwd=tmp, **pipes), tmp))
+        heard = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # nohup ignores it
+        how = dict(stdout=-1, stderr=-1, encoding="utf-8", preexec_fn=heard)
+        started.append((subprocess.Popen(call, env=environment, cwd=tmp, **how), tmp))
     yield started
     for process, _ in started:
         process.kill()
