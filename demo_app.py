@@ -590,8 +590,8 @@ class Page:
             view = dict(session=session, name=self.lab.of(session).name)
             text = show("generate", **view, **view_generate(session, self.lab.of(session)))
             return [session, gr.skip()] + [text if n == "generate" else gr.skip() for n in DRAWN]
-        views = draw(self.lab, session, sampling)
-        views[0] = views[0] if do in HEADS else gr.skip()  # a user may be typing there
+        head = [] if do in HEADS else [gr.skip()]  # a user may be typing there
+        views = head + draw(self.lab, session, sampling, DRAWN[len(head) :])
         tabs = gr.Tabs(selected=session["tab"]) if session["tab"] else gr.skip()
         return [session | {"tab": ""}, tabs, *views]
 

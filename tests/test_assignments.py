@@ -101,6 +101,7 @@ def fill(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
     for module in ("grading", "experiment", *RIGHT, *(f"grade_{name}" for name in RIGHT)):
         monkeypatch.delitem(sys.modules, module, raising=False)  # of an earlier copy
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # a grader needs none
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("".join(f"line {i}: {i * i % 97}\n" for i in range(999)), "utf-8")
 
@@ -116,7 +117,7 @@ def fill(tmp_path, monkeypatch):
 def grade(file, *flags):
     """Run the grader of an assignment in this process, which has torch; returns the exit status."""
     grader = str(file.with_name(f"grade_{file.name}"))
-    return pytest.main(["-qs", "--tb=short", "-pno:hypothesispytest", *flags, grader])
+    return pytest.main(["-qs", "--tb=short", *flags, grader])
 
 
 @pytest.mark.parametrize(("name", "old", "new", "words"), ALL)
