@@ -132,7 +132,9 @@ class Experiment:
 
     claim = paper = ""
     kind = "quality"  # what is measured of every run, one of experiments.MEASURES
+    steps = 1.0  # how many times --steps a run has
     equal_time = False  # whether slower variants make fewer steps
+    equal_text = False  # whether runs with larger tokens make fewer steps
 
     def variants(self, scale):
         """{label: flags of train.py} of the models to train."""
@@ -582,7 +584,116 @@ class EqualTime(Experiment):
         return figure
 
 
+class Vocabulary(Experiment):
+    """Tokenizers of five sizes on the same text, of which every run reads the same part. The
+    table of a standard model has a row for each token; an MHF keeps one table of H · B rows, here
+    as many rows as 4,096 and as 8,192 tokens. Larger vocabularies are built and timed alone."""
+
+    claim = "The vocabulary grows, the table does not"
+    paper = "the table does not depend on V; models were trained at one V, 32,768"
+    kind = "final"
+    steps = 2 / 3
+    equal_text = True
+
+    def variants(self, scale):
+        found = {}
+        for V in self.sizes(scale):
+            found[f"{V}: standard"] = STANDARD | {"tokenizer": f"bpe:{V}"}
+            for line, flags in self.tables(scale).items():
+                found[f"{V}: {line}"] = flags | {"tokenizer": f"bpe:{V}"}
+        return found
+
+    def sizes(self, scale):
+        return [scale.V // 2 * 2**k for k in range(5)]
+
+    def tables(self, scale):
+        """{name: flags} of the MHFs, whatever the vocabulary."""
+        flags = [
+            scale.mhf(4, share, objective)
+            for share in (1 / 4, 1 / 2)
+            for objective in ("independent", "exact")
+        ]
+        return {f"B {f['num_buckets']}" + " exact" * (f["objective"] == "exact"): f for f in flags}
+
+    def lines(self, result, name):
+        """{model: {V: what its seeds gave}}."""
+        found = {}
+        for label in labels(result):
+            V, model = label.split(": ")
+            found.setdefault(model, {})[int(V)] = values(result, label, name)
+        return found
+
+    def judge(self, result):
+        size, table, bits = (
+            self.lines(result, k) for k in ("parameters", "table", "bits_per_byte")
+        )
+        first, *_, last = bits["standard"]
+        rows = {k: (mean(v[first]) / 1e6, mean(v[last]) / 1e6) for k, v in table.items()}
+        fixed = {k: a == b for k, (a, b) in rows.items()}
+        text = ", ".join(f"{k} {a:.2f} → {b:.2f}" for k, (a, b) in rows.items() if "exact" not in k)
+        yield (
+            all(same == (k != "standard") for k, same in fixed.items()),
+            f"million parameters of the table, from {first:,} to {last:,} tokens: {text}",
+        )
+        base = bits.pop("standard")
+        for line, found in bits.items():
+            whose = "" if "exact" in line else " (the paper's objective)"
+            change = {V: changes(base[V], found[V]) for V in base}
+            text = ", ".join(f"{say_change(c)} at {V:,}" for V, c in change.items())
+            ahead = verdict([compare([0], c) for c in change.values()])
+            yield (
+                ahead,
+                f"{line}{whose}, bits a byte against a standard model of the same V: {text}",
+            )
+            gains = compare(change[first], change[last])
+            yield verdict([gains]), f"{line}{whose}: the larger V, the better beside that model"
+            best = min(found, key=lambda V: mean(found[V]))
+            small = [V for V in base if mean(size["standard"][V]) <= mean(size[line][best])]
+            rival = min(small or [first], key=lambda V: mean(base[V]))
+            texts = [
+                f"{say(y[V])} at V {V:,} with {mean(size[k][V]) / 1e6:.2f} million parameters"
+                for k, y, V in ((line, found, best), ("standard", base, rival))
+            ]
+            yield (
+                verdict([compare(base[rival], found[best])]),
+                f"{line}{whose}, its best bits a byte below the best standard model that is not "
+                f"larger: {' beside '.join(texts)}",
+            )
+        costs = {line: list(found.items())[-1] for line, found in result["costs"].items()}
+        V, base = costs.pop("standard")
+        for line, (_, ours) in costs.items():
+            ratio = {k: ours[k] / base[k] for k in ("step", "token", "memory")}
+            yield (
+                ratio["step"] < 1,
+                f"{line}, {int(V):,} tokens: a step takes {ratio['step']:.2f} of the standard "
+                f"model's time, a generated token {ratio['token']:.2f}, memory "
+                f"{ratio['memory']:.2f}; {ours['parameters'] / 1e6:.1f} million parameters against "
+                f"{base['parameters'] / 1e6:.1f}; signatures take {ours['table_seconds']:.1f} s",
+            )
+
+    def draw(self, plt, result):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4))
+        size, bits = (self.lines(result, k) for k in ("parameters", "bits_per_byte"))
+        for line, colour, marker in zip(bits, course.COLOURS, "os^Dv"):
+            x = [mean(size[line][V]) / 1e6 for V in bits[line]]
+            y = [mean(v) for v in bits[line].values()]
+            ends = [abs(e(v) - m) for v, m in zip(bits[line].values(), y) for e in (min, max)]
+            style = dict(color=colour, marker=marker, markersize=5, label=line)
+            left.errorbar(x, y, [ends[::2], ends[1::2]], **style)
+            for V, *at in zip(bits[line], x, y) if line == "standard" else ():
+                left.annotate(f"V {V:,}", at, (4, 4), textcoords="offset points", fontsize=8)
+            costs = result["costs"][line]
+            right.plot([int(V) for V in costs], [c["step"] for c in costs.values()], **style)
+        left.set(xscale="log", xlabel="million parameters", ylabel="held-out bits a byte")
+        left.xaxis.set_major_formatter("{x:g}")
+        left.xaxis.set_minor_formatter("{x:g}")
+        right.set(xscale="log", yscale="log", xlabel="vocabulary V", ylabel="seconds a step")
+        left.legend()
+        return figure
+
+
 EXPERIMENTS = {
+    "vocabulary": Vocabulary(),
     "one_id": OneId(),
     "size": Size(),
     "lsh": Lsh(),

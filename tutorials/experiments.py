@@ -15,10 +15,12 @@ import argparse
 import contextlib
 import hashlib
 import inspect
+import itertools
 import json
 import math
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -26,6 +28,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
 from pathlib import Path
@@ -34,12 +37,13 @@ from statistics import mean, median
 import course
 import numpy as np
 import torch
-from claims import EXPERIMENTS, LANGUAGES, Scale, judged
+from claims import EXPERIMENTS, LANGUAGES, STANDARD, Scale, judged
 from course import ROOT, mhf, train
 
 from support import data
 from support import evaluate as evaluation
 from support.runs import RunFailed, read_json, read_log, read_run, write_text
+from support.tokenizer import END, Tokenizer
 
 RESULTS = ROOT / "tutorials" / "results"
 PACKAGES = ("torch", "mmh3", "numpy", "tiktoken", "rustbpe")
@@ -59,7 +63,7 @@ def loaded(folder, device):
 
 def quality(folder, args):
     """Held-out numbers, in float32: tau and train.py's measures on the first half of the text, last
-    words with this tau on the second half; perplexity at tau = 1, too; the curve of the run."""
+    words with this tau on the second half; perplexity at tau = 1, too."""
     model, corpus, _ = loaded(folder, args.device)
     half, sizes = len(corpus.held_out) // 2, course.token_sizes(corpus.tokenizer)
     first, second = corpus.held_out[:half], corpus.held_out[half:]
@@ -69,19 +73,11 @@ def quality(folder, args):
     window = min(128, model.config.max_position_embeddings)
     passages = course.last_words(second, corpus.tokenizer, window, args.passages)
     right, nats = zip(*course.last_word_results(model, passages))
-    log, size = read_log(folder, "perplexity"), model.num_parameters()
     return found | {
         "perplexity_at_1": raw["perplexity"],
         "last_word": mean(right),
         "last_word_bits": mean(nats) / math.log(2),
         "passages": len(passages),
-        "parameters": size["total"],
-        "table": size["table"],
-        "curve": {
-            "steps": [int(row["step"]) for row in log],
-            "perplexity": [row["perplexity"] for row in log],
-            "valid_mass": [row.get("valid_mass", math.nan) for row in log],
-        },
     }
 
 
@@ -171,7 +167,12 @@ def words(folder, args):
     return {"words": found}
 
 
-MEASURES = {"quality": quality, "growth": growth, "words": words}
+def final(folder, _):
+    """What train.py measured at the end, on all held-out text."""
+    return read_run(folder)["final"]
+
+
+MEASURES = {"quality": quality, "growth": growth, "words": words, "final": final}
 
 
 # ---------------------------------------------------------------------------------------------
@@ -206,7 +207,8 @@ def digest(value):
 
 
 def run_folder(args, flags, seed):
-    return store(args) / "-".join([*(f"{k}_{flags[k]}" for k in sorted(flags)), f"seed_{seed}"])
+    parts = [*(f"{k}_{flags[k]}" for k in sorted(flags)), f"seed_{seed}"]
+    return store(args) / "-".join(parts).replace(":", "")  # bpe:4096 would be no name on Windows
 
 
 def is_finished(folder):
@@ -249,75 +251,143 @@ def measured(args, kind, label, flags, seed):
     folder = run_folder(args, flags, seed)
     depends = {"quality": [args.passages, args.eval_tokens], "words": [args.known, *args.pairs]}
     depends["growth"] = [args.growth_steps, args.growth_tokens, *args.languages]
+    depends["final"] = []
     source = [inspect.getsource(part) for part in (MEASURES[kind], bits, course, evaluation)]
     kept = folder / f"measured-{kind}-{digest([depends[kind], source])}.json"
     if not kept.is_file():
         write_text(kept, json.dumps(MEASURES[kind](folder, args)))
-    last = read_log(folder, "loss")[-1]
+    last, log = read_log(folder, "loss")[-1], read_log(folder, "perplexity")
+    size = read_run(folder)["parameters"]
     about = {"label": label, "seed": seed, "flags": flags, "steps": int(last["step"])}
     about |= {"tokens": int(last["tokens"]), "seconds": round(last["seconds"], 1)}
+    about |= {"parameters": size["total"], "table": size["table"]}
+    about["curve"] = {
+        "steps": [int(row["step"]) for row in log],
+        "perplexity": [row["perplexity"] for row in log],
+        "valid_mass": [row.get("valid_mass", math.nan) for row in log],
+    }
     return about | read_json(kept)
 
 
-def untrained(args, flags):
+def untrained(args, flags, corpus=None):
     """A run without files, to time its steps."""
     given = train.parse(command_line(common_flags(args) | flags) + args.more)
     settings, fields = train.split_flags(given)
-    corpus = data.prepare(settings.data, settings.tokenizer)
+    corpus = corpus or data.prepare(settings.data, settings.tokenizer)
     fields = {"vocab_size": len(corpus.tokenizer), "pad_token_id": corpus.tokenizer.eot} | fields
     return train.Run(settings, mhf.Config.preset(settings.preset, **fields), corpus, None)
 
 
+def kept(args, name, job):
+    """What job() gives, made once and kept beside the runs that share these flags."""
+    path = store(args) / f"{name}.json"
+    if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, json.dumps(job()))
+    return read_json(path)
+
+
 def costs(args, variants):
-    """What a step of each variant costs, a step of the standard model being 1; measured once.
+    """What a step of each variant costs, a step of the standard model being 1.
 
     The variants take turns; the median of several rounds counts. Rounded, so that it decides on
     steps in tens.
     """
-    path = store(args) / "costs.json"
-    if not path.is_file():
-        runs = {label: untrained(args, flags) for label, flags in variants.items()}
-        seconds = {label: [] for label in runs}
-        for number in range(args.rounds + 1):
-            for label, run in runs.items():
-                began = time.perf_counter()
-                run.advance()
-                if number:  # the first warms up
-                    seconds[label].append(time.perf_counter() - began)
-        middle = {label: median(s) for label, s in seconds.items()}
-        found = {k: round(v / middle["standard"], 2) for k, v in middle.items()}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(found))
-    return read_json(path)
+    runs = {label: untrained(args, flags) for label, flags in variants.items()}
+    seconds = {label: [] for label in runs}
+    for number in range(args.rounds + 1):
+        for label, run in runs.items():
+            began = time.perf_counter()
+            run.advance()
+            if number:  # the first warms up
+                seconds[label].append(time.perf_counter() - began)
+    middle = {label: median(s) for label, s in seconds.items()}
+    return {k: round(v / middle["standard"], 2) for k, v in middle.items()}
+
+
+def many_tokens(args, V):
+    """A tokenizer of V tokens: pieces of words, then words, then sequences of words of the text."""
+    corpus = data.prepare(args.data, "bpe:32768")
+    encoding = corpus.tokenizer.encoding
+    tokens = dict.fromkeys(sorted(encoding._mergeable_ranks, key=encoding._mergeable_ranks.get))
+    words = re.findall(rb"\s?\S+", course.text_of(corpus.tokenizer, corpus.training).encode())
+    for n in range(1, 6):
+        if len(tokens) < V:
+            tokens |= dict.fromkeys(b"".join(words[i : i + n]) for i in range(len(words) - n))
+    ranks = {token: i for i, token in enumerate(itertools.islice(tokens, V - 1))}
+    return Tokenizer(f"{V} tokens", encoding._pat_str, ranks, {END: V - 1})
+
+
+def cost_of_vocabulary(args, flags, V):
+    """What V tokens cost a model, on random ids: parameters; seconds for the signatures, a step and
+    a generated token; megabytes at the peak beyond those of the program (not on Windows)."""
+    import resource
+
+    torch.set_num_threads(1)
+    tokenizer = many_tokens(args, V)
+    ids = np.random.default_rng(0).integers(0, V, 10_000)
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if flags != STANDARD:
+        mhf.SignatureTable(flags["num_hashes"], flags["num_buckets"]).extend(
+            tokenizer.hashed_bytes(), V - 1
+        )
+    found = {"table_seconds": time.perf_counter() - began}
+    run = untrained(args, flags, data.Corpus("random", "", tokenizer, ids, ids))
+    steps = [run.advance()["seconds"] for _ in range(1 + args.rounds // 2)]  # the first warms up
+    found["step"] = (steps[-1] - steps[0]) / (len(steps) - 1)
+    stream = run.model.eval().generate(ids[:16], 9, seed=0)
+    next(stream)  # reads the prompt
+    began = time.perf_counter()
+    found["token"] = (time.perf_counter() - began) / len(list(stream))
+    found["memory"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit
+    return found | {"parameters": run.model.num_parameters()["total"]}
+
+
+def vocabulary_costs(args):
+    """{model: {V: costs}}, each measured once, in a process of its own."""
+    experiment, scale, found = EXPERIMENTS["vocabulary"], Scale(args.preset, args.vocab_size), {}
+    for line, flags in {"standard": STANDARD, **experiment.tables(scale)}.items():
+        for V in (*experiment.sizes(scale), 2**17, 10**6):
+            with get_context("spawn").Pool(1) as pool:
+                job = partial(pool.apply, cost_of_vocabulary, (args, flags, V))
+                found.setdefault(line, {})[V] = kept(args, f"costs-{line}-{V}", job)
+    return found
 
 
 def variants(args, name):
-    """{label: flags} of an experiment; at equal time slower models make fewer steps."""
+    """{label: flags} of an experiment, with the number of steps where it is not --steps."""
     experiment, scale = EXPERIMENTS[name], Scale(args.preset, args.vocab_size)
     found = experiment.variants(scale)
-    if not experiment.equal_time:
-        return found
-    cost = costs(args, found)
-    for label, flags in found.items():
-        steps = max(1, round(args.steps * min(cost.values()) / cost[label], -1))
-        if steps != args.steps:
-            found[label] = flags | {"steps": int(steps)}
+    steps = dict.fromkeys(found, args.steps * experiment.steps)
+    if experiment.equal_time:  # slower models make fewer steps
+        cost = kept(args, "costs", partial(costs, args, found))
+        steps = {k: round(args.steps * min(cost.values()) / cost[k], -1) for k in found}
+    if experiment.equal_text:  # the larger the tokens, the fewer steps read a text
+        usual = len(data.prepare(args.data, f"bpe:{args.vocab_size}").training)
+        texts = {k: data.prepare(args.data, found[k]["tokenizer"]).training for k in found}
+        steps = {k: n * len(texts[k]) / usual for k, n in steps.items()}
+    for label, n in steps.items():
+        if round(n) != args.steps:
+            found[label] = found[label] | {"steps": max(1, round(n))}
     return found
 
 
 def estimate(args, work):
-    """Seconds that the unfinished runs will take: two steps of each kind are made and timed."""
-    speed, total = {}, 0.0
-    for name, kind, label, flags, seed in work:
-        if is_finished(run_folder(args, flags, seed)):
-            continue
-        if (key := f"{name} {label}") not in speed:
-            run = untrained(args, flags)
-            run.advance()
-            speed[key] = run.advance()["seconds"] / 2
-        steps = flags.get("steps", args.steps)
-        total += speed[key] * (1.3 * steps + (3 * args.growth_steps if kind == "growth" else 0))
-    return total / args.jobs
+    """{folder: seconds that its run will take, by two steps of its kind} of unfinished runs."""
+
+    def speed(flags):
+        run = untrained(args, flags)
+        run.advance()
+        return run.advance()["seconds"] / 2
+
+    found = {}
+    for _, kind, _, flags, seed in work:
+        if not is_finished(folder := run_folder(args, flags, seed)):
+            steps = 1.3 * flags.get("steps", args.steps)
+            steps += 3 * args.growth_steps if kind == "growth" else 0
+            found[folder] = steps * kept(args, f"speed-{digest(flags)}", partial(speed, flags))
+    return found
 
 
 # ---------------------------------------------------------------------------------------------
@@ -365,9 +435,10 @@ def write_result(args, name, runs):
         "runs": runs,
     }
     if experiment.equal_time:
-        scale = Scale(args.preset, args.vocab_size)
-        result["cost_of_a_step"] = costs(args, experiment.variants(scale))
-    result = rounded(result)
+        result["cost_of_a_step"] = kept(args, "costs", None)
+    if name == "vocabulary":
+        result["costs"] = vocabulary_costs(args)
+    result = rounded(json.loads(json.dumps(result)))
     result["verdicts"] = judged(result)
     args.results.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1, ensure_ascii=False)
@@ -408,32 +479,35 @@ MARKS = "<!-- evidence, written by tutorials/experiments.py --readme -->", "<!--
 
 
 def table(folder):
-    """The claims and what came of them, in Markdown, from the result files: lines."""
-    results = [read_json(f) for name in EXPERIMENTS if (f := folder / f"{name}.json").is_file()]
-    if results:
-        yield made_with(results)
-    for result in results:
-        name, experiment = result["name"], EXPERIMENTS[result["name"]]
-        count = Counter(WORDS[v["held"]] for v in result["verdicts"])
+    """A paragraph and a figure for each claim, in Markdown, from the result files: lines."""
+    for name, experiment in EXPERIMENTS.items():
+        if not (file := folder / f"{name}.json").is_file():
+            continue
+        result = read_json(file)
+        headline, *others = result["verdicts"]
+        count = Counter(WORDS[v["held"]] for v in others)
         counts = ", ".join(f"{count[word]} {word}" for word in WORDS.values())
-        yield from ("", f"### {result['claim']}", "")
-        yield f"{' '.join(inspect.getdoc(experiment).split())} In the paper: {experiment.paper}."
-        yield f"Of the verdicts below, {counts}. All figures are in [{name}.json]({name}.json)."
-        yield from ("", f"![{result['claim']}]({name}.png)", "")
-        yield from ("| | here, mean (lowest to highest) over the seeds |", "|---|---|")
-        yield from (f"| {WORDS[v['held']]} | {v['text']} |" for v in result["verdicts"])
+        yield from ("", f"### {experiment.claim}", "", " ".join(inspect.getdoc(experiment).split()))
+        yield f"In the paper: {experiment.paper}."
+        yield f"**Here, {WORDS[headline['held']]}:** {headline['text']}."
+        yield from ("", f"![{experiment.claim}]({name}.png)", "")
+        yield f"<details><summary>{made_with(result)} More verdicts: {counts}.</summary>"
+        yield from ("", "| | mean (lowest to highest) over the seeds |", "|---|---|")
+        yield from (f"| {WORDS[v['held']]} | {v['text']} |" for v in others)
+        yield from ("", f"All figures are in [{name}.json]({name}.json).", "", "</details>")
 
 
-def made_with(results):
-    """Machine, data and sizes, in a sentence; the first result speaks for all."""
-    first, settings = results[0], results[0]["settings"]
-    sizes = [run["parameters"] / 1e6 for r in results for run in r["runs"] if "parameters" in run]
-    size = f", {min(sizes):.1f} to {max(sizes):.1f} million parameters" if sizes else ""
+def made_with(result):
+    """How a result was made, in a sentence."""
+    runs, settings = result["runs"], result["settings"]
+    few, many = (f"{edge(run['tokens'] for run in runs):,}" for edge in (min, max))
+    tokens = few if few == many else f"{few} to {many}"
+    seeds = len({run["seed"] for run in runs})
     return (
-        f"Made with `python tutorials/experiments.py all` on {first['date']}: "
-        f"{first['machine']['gpu'] or first['machine']['cpu']}, a thread for each run, "
-        f"torch {first['versions']['torch']}, {settings['precision']}; {first['data']}, "
-        f"{settings['tokenizer']}, {first['runs'][0]['tokens']:,} tokens a run{size}."
+        f"<code>{result['command']}</code>, {result['date']}, "
+        f"{result['machine']['gpu'] or result['machine']['cpu']}, {settings['precision']}, torch "
+        f"{result['versions']['torch']}; {result['data']}; {len(runs)} runs, {seeds} seeds, "
+        f"{tokens} tokens a run."
     )
 
 
@@ -536,16 +610,18 @@ def run(args):
     ]
     work.sort(key=lambda item: item[-1])  # a first seed of everything, then the second
     runs = {run_folder(args, *item[3:]): item[3:] for item in work}
-    minutes = estimate(args, work) / 60
+    seconds = estimate(args, work)
     print(
-        f"{len(runs)} runs in {store(args)}, {sum(map(is_finished, runs))} of them there; "
-        f"{args.jobs} at a time: about {minutes:.0f} minutes to train, a third more to measure",
+        f"{len(runs)} runs in {store(args)}, {len(runs) - len(seconds)} of them there; {args.jobs} "
+        f"at a time: about {sum(seconds.values()) / 60 / args.jobs:.0f} minutes to train",
         flush=True,
     )
     with ThreadPoolExecutor(args.jobs) as pool:
         futures = {f: pool.submit(train_run, args, *item) for f, item in runs.items()}
         for folder, _ in in_parallel(pool, futures):
-            print(f"  trained: {folder.name}", flush=True)
+            seconds.pop(folder, 0)
+            left = sum(seconds.values()) / 60 / args.jobs
+            print(f"  trained: {folder.name}; about {left:.0f} minutes left", flush=True)
     results = {name: [] for name in args.names}
     once = {(run_folder(args, *item[3:]), item[1]): item for item in work}
     with get_context("spawn").Pool(args.jobs) as pool:
