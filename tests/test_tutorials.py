@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -321,3 +322,28 @@ def test_a_run_repeats_and_resumes(tmp_path):
     assert folder.stat().st_mtime_ns == before
     (folder / "mhf.py").write_text("# another\n", encoding="utf-8")
     refused(lambda: experiments.train_run(args, flags, 1), "was trained with another mhf.py")
+
+
+def test_equal_text(monkeypatch):
+    """Where tokens are half as large, twice as many steps read as much text."""
+    sizes = {"bpe:2048": 200, "bpe:4096": 100, "bpe:8192": 80, "bpe:16384": 50, "bpe:32768": 40}
+    corpora = {name: SimpleNamespace(training=range(size)) for name, size in sizes.items()}
+    monkeypatch.setattr(experiments.data, "prepare", lambda _, name: corpora[name])
+    args = experiments.parse(["vocabulary", "--steps", "300"])
+    found = experiments.variants(args, "vocabulary")
+    steps = {flags["tokenizer"]: flags["steps"] for flags in found.values()}
+    assert list(steps.values()) == [400, 200, 160, 100, 80] and len(found) == 25
+
+
+def test_what_a_vocabulary_costs(tmp_path):
+    """More tokens are more parameters for a standard model alone; each token is there once."""
+    (tmp_path / "text.txt").write_text(ENGLISH * 7, encoding="utf-8")
+    given = f"--data {tmp_path}/text.txt --vocab_size 280 --rounds 1 -- --num_hidden_layers=2 "
+    given += "--max_position_embeddings=64 --hidden_size=32 --intermediate_size=32 "
+    given += "--bottle_neck_dim=8 --tokens_per_step=256"
+    args = experiments.parse(["vocabulary", "--out", str(tmp_path), *given.split()])
+    assert len({*experiments.many_tokens(args, 300).hashed_bytes()}) == 300
+    for flags, more in ((claims.STANDARD, 20 * 32), (claims.Scale("tiny", 280).h4(), 0)):
+        few, many = (experiments.cost_of_vocabulary(args, flags, V) for V in (280, 300))
+        assert many["parameters"] - few["parameters"] == more
+        assert min(many["step"], many["token"]) > 0 <= min(many["memory"], many["table_seconds"])

@@ -585,9 +585,9 @@ class EqualTime(Experiment):
 
 
 class Vocabulary(Experiment):
-    """Tokenizers of five sizes on the same text, of which every run reads the same part. The
-    table of a standard model has a row for each token; an MHF keeps one table of H · B rows, here
-    as many rows as 4,096 and as 8,192 tokens. Larger vocabularies are built and timed alone."""
+    """Tokenizers of five sizes; every run reads as much text, so that larger tokens make fewer
+    steps. The table of a standard model has a row for each token. An MHF keeps one of H · B rows,
+    here as many as 4,096 and as 8,192 tokens. Of larger vocabularies only costs are measured."""
 
     claim = "The vocabulary grows, the table does not"
     paper = "the table does not depend on V; models were trained at one V, 32,768"

@@ -307,7 +307,7 @@ def costs(args, variants):
 
 def many_tokens(args, V):
     """A tokenizer of V tokens: pieces of words, then words, then sequences of words of the text."""
-    corpus = data.prepare(args.data, "bpe:32768")
+    corpus = data.prepare(args.data, f"bpe:{args.vocab_size}")
     encoding = corpus.tokenizer.encoding
     tokens = dict.fromkeys(sorted(encoding._mergeable_ranks, key=encoding._mergeable_ranks.get))
     words = re.findall(rb"\s?\S+", course.text_of(corpus.tokenizer, corpus.training).encode())
@@ -334,7 +334,7 @@ def cost_of_vocabulary(args, flags, V):
         )
     found = {"table_seconds": time.perf_counter() - began}
     run = untrained(args, flags, data.Corpus("random", "", tokenizer, ids, ids))
-    steps = [run.advance()["seconds"] for _ in range(1 + args.rounds // 2)]  # the first warms up
+    steps = [run.advance()["seconds"] for _ in range(2 + args.rounds // 4)]  # the first warms up
     found["step"] = (steps[-1] - steps[0]) / (len(steps) - 1)
     stream = run.model.eval().generate(ids[:16], 9, seed=0)
     next(stream)  # reads the prompt
