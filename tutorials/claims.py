@@ -640,10 +640,11 @@ class Vocabulary(Experiment):
             whose = "" if "exact" in line else " (the paper's objective)"
             change = {V: changes(base[V], found[V]) for V in base}
             text = ", ".join(f"{say_change(c)} at {V:,}" for V, c in change.items())
-            ahead = verdict([compare([0], c) for c in change.values()])
+            below = [f"{V:,}" for V, c in change.items() if mean(c) < 0]
             yield (
-                ahead,
-                f"{line}{whose}, bits a byte against a standard model of the same V: {text}",
+                verdict([compare([0], c) for c in change.values()]),
+                f"{line}{whose}, {4 * int(line.split()[1]):,} rows, bits a byte against a standard "
+                f"model of the same V: {text}; below it at {', '.join(below) or 'none'}",
             )
             gains = compare(change[first], change[last])
             yield verdict([gains]), f"{line}{whose}: the larger V, the better beside that model"
