@@ -673,21 +673,24 @@ class Vocabulary(Experiment):
             )
 
     def draw(self, plt, result):
-        figure, (left, right) = plt.subplots(1, 2, figsize=(10.5, 4))
+        figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 4))
         size, bits = (self.lines(result, k) for k in ("parameters", "bits_per_byte"))
         for line, colour, marker in zip(bits, course.COLOURS, "os^Dv"):
-            x = [mean(size[line][V]) / 1e6 for V in bits[line]]
-            y = [mean(v) for v in bits[line].values()]
-            ends = [abs(e(v) - m) for v, m in zip(bits[line].values(), y) for e in (min, max)]
+            x, y = [mean(v) / 1e6 for v in size[line].values()], [*bits[line].values()]
             style = dict(color=colour, marker=marker, markersize=5, label=line)
-            left.errorbar(x, y, [ends[::2], ends[1::2]], **style)
-            for V, *at in zip(bits[line], x, y) if line == "standard" else ():
-                left.annotate(f"V {V:,}", at, (4, 4), textcoords="offset points", fontsize=8)
+            left.plot(x, [*map(mean, y)], **style)
+            middle.plot([*bits[line]], [*map(mean, y)], **style)
+            middle.fill_between(
+                [*bits[line]], [*map(min, y)], [*map(max, y)], color=colour, alpha=0.2
+            )
             costs = result["costs"][line]
             right.plot([int(V) for V in costs], [c["step"] for c in costs.values()], **style)
+            for V, *at in zip(bits[line], x, map(mean, y)) if line == "standard" else ():
+                left.annotate(f"V {V:,}", at, (-4, 6), textcoords="offset points", fontsize=8)
         left.set(xscale="log", xlabel="million parameters", ylabel="held-out bits a byte")
         left.xaxis.set_major_formatter("{x:g}")
         left.xaxis.set_minor_formatter("{x:g}")
+        middle.set(xscale="log", xlabel="vocabulary V", ylabel="held-out bits a byte")
         right.set(xscale="log", yscale="log", xlabel="vocabulary V", ylabel="seconds a step")
         left.legend()
         return figure
