@@ -691,6 +691,8 @@ class Vocabulary(Experiment):
         left.xaxis.set_major_formatter("{x:g}")
         left.xaxis.set_minor_formatter("{x:g}")
         middle.set(xscale="log", xlabel="vocabulary V", ylabel="held-out bits a byte")
+        middle.set_xticks([*bits["standard"]], [f"{V:,}" for V in bits["standard"]], fontsize=8)
+        middle.minorticks_off()
         right.set(xscale="log", yscale="log", xlabel="vocabulary V", ylabel="seconds a step")
         left.legend()
         return figure
