@@ -379,14 +379,15 @@ def estimate(args, work):
     def speed(flags):
         run = untrained(args, flags)
         run.advance()
-        return run.advance()["seconds"] / 2
+        return {"step": run.advance()["seconds"] / 2}
 
     found = {}
     for _, kind, _, flags, seed in work:
         if not is_finished(folder := run_folder(args, flags, seed)):
             steps = 1.3 * flags.get("steps", args.steps)
             steps += 3 * args.growth_steps if kind == "growth" else 0
-            found[folder] = steps * kept(args, f"speed-{digest(flags)}", partial(speed, flags))
+            timed = kept(args, f"speed-{digest(flags)}", partial(speed, flags))
+            found[folder] = steps * timed["step"]
     return found
 
 
