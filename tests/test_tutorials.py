@@ -336,7 +336,10 @@ def test_equal_text(monkeypatch):
 
 
 def test_what_a_vocabulary_costs(tmp_path):
-    """More tokens are more parameters for a standard model alone; each token is there once."""
+    """More tokens are more parameters for a standard model alone; each token is there once.
+
+    What steps take is measured once and kept, so that a run that goes on starts at once.
+    """
     (tmp_path / "text.txt").write_text(ENGLISH * 7, encoding="utf-8")
     given = f"--data {tmp_path}/text.txt --vocab_size 280 --rounds 1 -- --num_hidden_layers=2 "
     given += "--max_position_embeddings=64 --hidden_size=32 --intermediate_size=32 "
@@ -347,3 +350,6 @@ def test_what_a_vocabulary_costs(tmp_path):
         few, many = (experiments.cost_of_vocabulary(args, flags, V) for V in (280, 300))
         assert many["parameters"] - few["parameters"] == more
         assert min(many["step"], many["token"]) > 0 <= min(many["memory"], many["table_seconds"])
+    work = [("size", "final", "standard", claims.STANDARD, seed) for seed in (1, 2)]
+    found = experiments.estimate(args, work)
+    assert found == experiments.estimate(args, work) and len({*found.values()}) == 1
