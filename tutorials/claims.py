@@ -46,13 +46,27 @@ class Scale:
         """{name: flags} of the backbones that `size` compares."""
         if self.preset != "tiny":
             return {"100m": {"preset": "100m"}, "1b": {"preset": "1b"}}
-        small = dict(hidden_size=64, num_attention_heads=1, intermediate_size=192)
-        return {"D 64": small, "D 128": {}}
+        heads = {64: 1, 256: 4, 384: 6}
+        sizes = {
+            f"D {D}": dict(hidden_size=D, num_attention_heads=A, intermediate_size=3 * D)
+            for D, A in heads.items()
+        }
+        return {"D 64": sizes.pop("D 64"), "D 128": {}} | sizes
+
+    @property
+    def own(self):
+        """The name among `sizes` that the preset itself has."""
+        return "D 128" if self.preset == "tiny" else self.preset
+
+    def config(self, **flags):
+        """The mhf.Config of such flags of train.py."""
+        flags = {"name": flags.pop("preset", self.preset), "vocab_size": self.V} | flags
+        flags.pop("tokenizer", None)
+        return mhf.Config.preset(**flags)
 
     def deeper(self, size):
         """How many more layers give a standard model the parameters of H4, or just more."""
-        flags = {"preset": self.preset} | size
-        config = mhf.Config.preset(flags.pop("preset"), vocab_size=self.V, **flags)
+        config = self.config(**size)
         with torch.device("meta"):
             parts = mhf.GatedEmbedding(config), mhf.CascadeDecoder(config), mhf.Block(config)
         gate, decoder, block = (sum(p.numel() for p in part.parameters()) for part in parts)
@@ -232,7 +246,7 @@ class Size(Experiment):
 
     def variants(self, scale):
         found = {}
-        for name, size in scale.sizes().items():
+        for name, size in list(scale.sizes().items())[:2]:
             k = scale.deeper(size)
             for label, flags in (
                 ("standard", STANDARD),
@@ -545,43 +559,100 @@ class RareWords(Experiment):
 
 class EqualTime(Experiment):
     """The slower a step, the fewer steps a model makes, with a whole learning rate schedule for
-    them: every model trains about as long as the fastest."""
+    them: every model trains about as long as the fastest. What a step costs more is the decoder's
+    part, which grows with D while the blocks grow with D²: at each width it is measured, and for
+    the paper's sizes the operations of the matrix products are counted."""
 
     claim = "Quality for the same time, not only for the same steps (ours)"
     paper = "models are compared at equal steps"
+    kind = "final"
     equal_time = True
 
-    def variants(self, scale):
-        k = scale.deeper({})
-        return {
+    def variants(self, scale, size=None):
+        k = scale.deeper(size or {})
+        found = {
             "standard": STANDARD,
             f"standard+{k}L": STANDARD | {"extra_layers": k},
             "H4": scale.h4(),
             "H3 exact": scale.h3(objective="exact"),
             "H4 exact": scale.h4(objective="exact"),
         }
+        return {label: flags | (size or {}) for label, flags in found.items()}
 
     def judge(self, result):
-        cost, names = result["cost_of_a_step"], labels(result)
+        names = labels(result)
+        cost = {k: result["widths"][result["width"]][k]["cost"] for k in names}
         found = {k: values(result, k, "perplexity") for k in names}
         steps = {k: values(result, k, "steps")[0] for k in names}
         text = ", ".join(f"{k} {say(v)} in {steps[k]} steps" for k, v in found.items())
+        yield None, f"perplexity at equal time, each with a whole schedule of its steps: {text}"
         for k, whose in (("H4", "the paper's objective"), ("H4 exact", "ours")):
             held = verdict([compare(found["standard"], found[k])])
-            yield held, f"{k} ({whose}) below the standard model, a step costs {cost[k]:.1f} of its"
-        yield None, f"perplexity at equal time, each with a whole schedule of its steps: {text}"
+            yield held, f"{k} ({whose}) below the standard model, a step costs {cost[k]:.2f} of its"
+        for k in ("H4", "H4 exact"):
+            rows = {size: found[k] for size, found in result["widths"].items()}
+            costs = [row["cost"] for row in rows.values()]
+            texts = [
+                f"{row['cost']:.2f} at {size} (by operations {row['flops']:.2f}; the decoder takes "
+                f"{100 * row['decoder']:.0f} % of the step)"
+                for size, row in rows.items()
+            ]
+            falls = all(a > b for a, b in zip(costs, costs[1:]))
+            rises = all(a <= b for a, b in zip(costs, costs[1:]))
+            yield (
+                True if falls else False if rises else None,
+                f"a step of {k} costs less of the standard model's, the wider: {', '.join(texts)}",
+            )
+        for k in ("H3", "H4"):
+            ratios = {size: row[k] for size, row in result["flops"].items()}
+            text = ", ".join(f"{x:.2f} at {size}" for size, x in ratios.items() if size != "from")
+            yield (
+                all(x <= 1.1 for size, x in ratios.items() if size != "from"),
+                f"at the paper's sizes a step of {k} costs at most 1.1 of the standard model's, by "
+                f"operations: {text}; 1.1 from {ratios['from'] / 1e9:.1f} billion parameters on",
+            )
 
     def draw(self, plt, result):
-        figure, axis = plt.subplots(figsize=(7, 3.8))
+        figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.8))
+        own = result["widths"][result["width"]]
         for label, colour, marker in zip(labels(result), course.COLOURS, "os^Dv"):
             curves = [run["curve"] for run in result["runs"] if run["label"] == label]
-            x = [s * result["cost_of_a_step"][label] for s in curves[0]["steps"]]
+            x = [s * own[label]["cost"] for s in curves[0]["steps"]]
             y = [mean(at) for at in zip(*(c["perplexity"] for c in curves))]
-            axis.plot(x, y, color=colour, marker=marker, markersize=4, label=label)
-        axis.set_xlabel("training time (1: a step of the standard model)")
-        perplexities(axis)
-        axis.legend()
+            style = dict(color=colour, marker=marker, markersize=4)
+            axes[0].plot(x, y, label=label, **style)
+            if all(label in found for found in result["widths"].values()):
+                y = [found[label]["cost"] for found in result["widths"].values()]
+                axes[1].plot(list(result["widths"]), y, **style)
+                y = [found[label]["flops"] for found in result["widths"].values()]
+                axes[1].plot(list(result["widths"]), y, ":", color=colour)
+        axes[0].set_xlabel("training time (1: a step of the standard model)")
+        perplexities(axes[0])
+        axes[0].legend()
+        axes[1].set(xlabel="width (dotted: by operations)", ylabel="cost of a step (standard: 1)")
         return figure
+
+
+def paper_flops():
+    """{size: {H3, H4: operations of a step, those of the standard model being 1}} at the paper's
+    sizes; "from": the number of parameters from which it is 1.1, by adding layers to 1b."""
+    found = {"from": {}}
+    for label, flags in (("H3", dict(num_hashes=3, num_buckets=10624)), ("H4", {})):
+        for size in ("100m", "1b", "3b"):
+            ours, standard = (
+                course.flops(mhf.Config.preset(size, model=model, **flags))
+                for model in ("mhf", "standard")
+            )
+            found.setdefault(size, {})[label] = sum(ours.values()) / sum(standard.values())
+            if size == "1b":
+                config, head = mhf.Config.preset(size), standard["decoder"]
+                more = ours["embedding"] + ours["decoder"] - head
+                layer = standard["blocks"] / config.num_hidden_layers
+                with torch.device("meta"):
+                    block = sum(p.numel() for p in mhf.Block(config).parameters())
+                layers = (more / 0.1 - head) / layer
+                found["from"][label] = layers * block + config.vocab_size * config.hidden_size
+    return found
 
 
 class Vocabulary(Experiment):
@@ -666,7 +737,7 @@ class Vocabulary(Experiment):
             ratio = {k: ours[k] / base[k] for k in ("step", "token", "memory")}
             yield (
                 ratio["step"] < 1,
-                f"{line}, {int(V):,} tokens: a step takes {ratio['step']:.2f} of the standard "
+                f"{line}, {int(V):,} tokens: a step takes {ratio['step']:.2g} of the standard "
                 f"model's time, a generated token {ratio['token']:.2f}, memory "
                 f"{ratio['memory']:.2f}; {ours['parameters'] / 1e6:.1f} million parameters against "
                 f"{base['parameters'] / 1e6:.1f}; signatures take {ours['table_seconds']:.1f} s",

@@ -335,6 +335,24 @@ def word_states(model, tokenizer, words):
     return found
 
 
+def flops(config):
+    """{part: floating-point operations of its matrix products} of a training step, for a token.
+
+    A product of (m, n) and (n, k) takes 2 m n k; backward takes twice as many as forward. Attention
+    counts the whole context of T positions. Sums over signatures are no products: not counted.
+    """
+    D, T, V = config.hidden_size, config.max_position_embeddings, config.vocab_size
+    A, K, C = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    H, B, Z = config.num_hashes, config.num_buckets, config.bottle_neck_dim
+    block = 2 * D * (A + K) * C + 3 * D * config.intermediate_size + 2 * T * A * C
+    embedding, decoder = 0, V * D
+    if config.model == "mhf":
+        embedding = H * (D + 1) * Z + D * D
+        decoder = H * B * D + (H - 1) * (B * D + 3 * D * Z)  # logits; soft embeddings, mixers
+    parts = dict(embedding=embedding, blocks=config.num_hidden_layers * block, decoder=decoder)
+    return {name: 6 * products for name, products in parts.items()}
+
+
 def ranks(values):
     """Ranks from 0; equal values share the mean of theirs."""
     _, group, size = np.unique(values, return_inverse=True, return_counts=True)

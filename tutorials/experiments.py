@@ -37,7 +37,7 @@ from statistics import mean, median
 import course
 import numpy as np
 import torch
-from claims import EXPERIMENTS, LANGUAGES, STANDARD, Scale, judged
+from claims import EXPERIMENTS, LANGUAGES, STANDARD, Scale, judged, paper_flops
 from course import ROOT, mhf, train
 
 from support import data
@@ -287,22 +287,48 @@ def kept(args, name, job):
     return read_json(path)
 
 
-def costs(args, variants):
-    """What a step of each variant costs, a step of the standard model being 1.
+def bare(run):
+    """A step without the decoder."""
+    run.model.loss_per_position = lambda h, targets: h.sum(-1)
+    run.advance()
+    del run.model.loss_per_position
 
-    The variants take turns; the median of several rounds counts. Rounded, so that it decides on
-    steps in tens.
+
+def costs(args, variants):
+    """{label: cost, decoder, flops} of variants, by steps in turn; medians of several rounds.
+
+    cost: what a step takes, one of the standard model being 1; decoder: the share that a step
+    without it saves; flops: operations of the matrix products, those of the standard model being 1.
+    Rounded, so that it decides on steps in tens.
     """
     runs = {label: untrained(args, flags) for label, flags in variants.items()}
-    seconds = {label: [] for label in runs}
+    jobs = {(label, job): [] for label in runs for job in (train.Run.advance, bare)}
     for number in range(args.rounds + 1):
-        for label, run in runs.items():
+        for (label, job), seconds in jobs.items():
             began = time.perf_counter()
-            run.advance()
+            job(runs[label])
             if number:  # the first warms up
-                seconds[label].append(time.perf_counter() - began)
-    middle = {label: median(s) for label, s in seconds.items()}
-    return {k: round(v / middle["standard"], 2) for k, v in middle.items()}
+                seconds.append(time.perf_counter() - began)
+    whole, rest = ({k: median(jobs[k, job]) for k in runs} for job in (train.Run.advance, bare))
+    flops = {k: sum(course.flops(run.config).values()) for k, run in runs.items()}
+    return {
+        k: {
+            "cost": round(whole[k] / whole["standard"], 2),
+            "decoder": round(1 - rest[k] / whole[k], 3),
+            "flops": flops[k] / flops["standard"],
+        }
+        for k in runs
+    }
+
+
+def widths(args):
+    """{size: costs} of the variants of equal_time at every size, each measured once."""
+    experiment, scale = EXPERIMENTS["equal_time"], Scale(args.preset, args.vocab_size)
+    jobs = {
+        name: partial(costs, args, experiment.variants(scale, size))
+        for name, size in scale.sizes().items()
+    }
+    return {name: kept(args, f"costs-{name}", job) for name, job in jobs.items()}
 
 
 def many_tokens(args, V):
@@ -338,8 +364,8 @@ def cost_of_vocabulary(args, flags, V):
     found["step"] = (steps[-1] - steps[0]) / (len(steps) - 1)
     stream = run.model.eval().generate(ids[:16], 9, seed=0)
     next(stream)  # reads the prompt
-    began = time.perf_counter()
-    found["token"] = (time.perf_counter() - began) / len(list(stream))
+    began, count = time.perf_counter(), len(list(stream))
+    found["token"] = (time.perf_counter() - began) / count
     found["memory"] = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit
     return found | {"parameters": run.model.num_parameters()["total"]}
 
@@ -361,7 +387,7 @@ def variants(args, name):
     found = experiment.variants(scale)
     steps = dict.fromkeys(found, args.steps * experiment.steps)
     if experiment.equal_time:  # slower models make fewer steps
-        cost = kept(args, "costs", partial(costs, args, found))
+        cost = {k: row["cost"] for k, row in widths(args)[scale.own].items()}
         steps = {k: round(args.steps * min(cost.values()) / cost[k], -1) for k in found}
     if experiment.equal_text:  # the larger the tokens, the fewer steps read a text
         usual = len(data.prepare(args.data, f"bpe:{args.vocab_size}").training)
@@ -435,8 +461,9 @@ def write_result(args, name, runs):
         "languages": list(args.languages),
         "runs": runs,
     }
-    if experiment.equal_time:
-        result["cost_of_a_step"] = kept(args, "costs", None)
+    if name == "equal_time":
+        own = Scale(args.preset, args.vocab_size).own
+        result |= {"width": own, "widths": widths(args), "flops": paper_flops()}
     if name == "vocabulary":
         result["costs"] = vocabulary_costs(args)
     result = rounded(json.loads(json.dumps(result)))
