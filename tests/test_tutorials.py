@@ -306,16 +306,20 @@ def test_a_mistake_is_one_sentence(line, capsys):
     assert words in error and error.count("\n") == 1
 
 
+def tiny(folder):
+    """Flags of an experiment that takes seconds."""
+    (folder / "text.txt").write_text(ENGLISH * 7, encoding="utf-8")
+    flags = f"--data {folder}/text.txt --vocab_size 280 --steps 3 --passages 5 --jobs 1 --rounds 1 "
+    flags += "-- --num_hidden_layers=2 --max_position_embeddings=64 --hidden_size=32 "
+    return (flags + "--intermediate_size=32 --bottle_neck_dim=8 --tokens_per_step=256").split()
+
+
 def test_a_run_repeats_and_resumes(tmp_path):
     """A run stopped halfway gives the same numbers; a finished one is kept, if mhf.py is."""
-    (tmp_path / "text.txt").write_text(ENGLISH * 7, encoding="utf-8")
-    given = f"--data {tmp_path}/text.txt --vocab_size 280 --steps 3 --passages 5 --jobs 1 -- "
-    given += "--num_hidden_layers=2 --max_position_embeddings=64 --hidden_size=32 "
-    given += "--intermediate_size=32 --bottle_neck_dim=8 --tokens_per_step=256"
-    found, flags = [], claims.Scale("tiny", 280).h4()
+    found, flags, given = [], claims.Scale("tiny", 280).h4(), tiny(tmp_path)
     for stop, out in enumerate(["--out", str(tmp_path / name)] for name in ("whole", "stopped")):
-        args = experiments.parse(["one_id", *out, *given.split()])
-        assert args.given == [*out, *given.split()]
+        args = experiments.parse(["one_id", *out, *given])
+        assert args.given == [*out, *given]
         folder = experiments.run_folder(args, flags, 1)
         if stop:
             own = {"seed": 1, "out": folder.parent, "name": folder.name, "stop_after": 2}
@@ -357,11 +361,7 @@ def test_what_a_vocabulary_costs(tmp_path):
 
     What steps take is measured once and kept, so that a run that goes on starts at once.
     """
-    (tmp_path / "text.txt").write_text(ENGLISH * 7, encoding="utf-8")
-    given = f"--data {tmp_path}/text.txt --vocab_size 280 --rounds 1 -- --num_hidden_layers=2 "
-    given += "--max_position_embeddings=64 --hidden_size=32 --intermediate_size=32 "
-    given += "--bottle_neck_dim=8 --tokens_per_step=256"
-    args = experiments.parse(["vocabulary", "--out", str(tmp_path), *given.split()])
+    args = experiments.parse(["vocabulary", "--out", str(tmp_path), *tiny(tmp_path)])
     assert len({*experiments.many_tokens(args, 300).hashed_bytes()}) == 300
     for flags, more in ((claims.STANDARD, 20 * 32), (claims.Scale("tiny", 280).h4(), 0)):
         few, many = (experiments.cost_of_vocabulary(args, flags, V) for V in (280, 300))
