@@ -423,9 +423,9 @@ assert min(np.mean(y) - np.mean(bits["standard"][V]) for V, y in bits["B 2048"].
 # With `exact` it is ahead as long as its table has as many rows as there are tokens. Beyond that
 # the standard model, which gets a row for every new token, is ahead: at 32,768 tokens by 2 %, with
 # two and a half times the parameters. With the paper's objective it is behind everywhere at this
-# size. Left: models of the same height and different tables. Right: a step with the paper's
-# objective costs the same whatever $V$; with `exact` it grows with $V$, as the standard model's
-# does, because every token's score is computed.
+# size. Left: points at the same height are equally good, whatever their size. Right: a step with
+# the paper's objective costs the same whatever $V$; with `exact` it grows with $V$, as the
+# standard model's does, because every token's score is computed.
 #
 # ## What we saw
 #

@@ -289,9 +289,10 @@ def kept(args, name, job):
 
 def bare(run):
     """A step without the decoder."""
+    decoder = run.model.loss_per_position  # compiled, where --compile is among the flags
     run.model.loss_per_position = lambda h, targets: h.sum(-1)
     run.advance()
-    del run.model.loss_per_position
+    run.model.loss_per_position = decoder
 
 
 def costs(args, variants):
@@ -370,14 +371,19 @@ def cost_of_vocabulary(args, flags, V):
     return found | {"parameters": run.model.num_parameters()["total"]}
 
 
+def apart(job, *arguments):
+    """What job gives in a process of its own."""
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(job, arguments)
+
+
 def vocabulary_costs(args):
     """{model: {V: costs}}, each measured once, in a process of its own."""
     experiment, scale, found = EXPERIMENTS["vocabulary"], Scale(args.preset, args.vocab_size), {}
     for line, flags in {"standard": STANDARD, **experiment.tables(scale)}.items():
         for V in (*experiment.sizes(scale), 2**17, 10**6):
-            with get_context("spawn").Pool(1) as pool:
-                job = partial(pool.apply, cost_of_vocabulary, (args, flags, V))
-                found.setdefault(line, {})[V] = kept(args, f"costs-{line}-{V}", job)
+            job = partial(apart, cost_of_vocabulary, args, flags, V)
+            found.setdefault(line, {})[str(V)] = kept(args, f"costs-{line}-{V}", job)
     return found
 
 
@@ -466,7 +472,7 @@ def write_result(args, name, runs):
         result |= {"width": own, "widths": widths(args), "flops": paper_flops()}
     if name == "vocabulary":
         result["costs"] = vocabulary_costs(args)
-    result = rounded(json.loads(json.dumps(result)))
+    result = rounded(result)
     result["verdicts"] = judged(result)
     args.results.mkdir(parents=True, exist_ok=True)
     text = json.dumps(result, indent=1, ensure_ascii=False)
