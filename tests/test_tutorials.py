@@ -265,6 +265,7 @@ def verdicts(name, factors, seeds):
             run[measure] = value * (1 + 0.01 * (seed - 2)) * factor(f"{label} {measure} {seed}")
         words = {k: {"spearman": x, "spearman_interval": [x, 2 * x]} for k, x in run.items()}
         run["words"] = {"a list": words | {"pairs": 9}}
+        run["entropy"] = [run["bits_per_byte"]]
     result = {"name": name, "runs": runs, "width": "D 128"}
     costs = ("cost", "flops", "decoder", "step", "token", "memory", "parameters", "table_seconds")
     result["widths"] = {
@@ -342,6 +343,20 @@ def test_flops_are_those_that_a_counter_finds(kind):
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model.loss(ids, ids).backward()
     assert counter.get_total_flops() == sum(course.flops(model.config).values()) * ids.numel()
+
+
+def test_the_entropy_of_heads(monkeypatch):
+    """A function that guesses among B buckets has log2(B) bits, one that is sure none."""
+    model = course.small(TOKENIZER, num_hashes=2, num_buckets=128)
+    logits = torch.zeros(2, 128)  # (H, B)
+    logits[1, 5] = 200
+    forward = lambda h, _: logits.expand(*h.shape[:-1], 2, 128)  # noqa: E731
+    monkeypatch.setattr(model.hash_head, "forward", forward)
+    corpus = SimpleNamespace(tokenizer=TOKENIZER, held_out=np.arange(1000) % 90)
+    monkeypatch.setattr(experiments, "loaded", lambda *_: (model, corpus, None))
+    monkeypatch.setattr(experiments, "final", lambda *_: {"tau": 3.0})
+    found = experiments.heads(None, SimpleNamespace(device="cpu", eval_tokens=512))
+    assert found["entropy"] == pytest.approx([7, 0]) and found["tau"] == 3
 
 
 def test_equal_text(monkeypatch):

@@ -16,12 +16,14 @@
 
 # %%
 import copy
+import json
 import math
 import sys
 from collections import Counter
 
 sys.path.append("tutorials")  # for a kernel that was started one folder above
 
+import claims
 import course
 import numpy as np
 import torch
@@ -409,6 +411,38 @@ assert greedy == loglikelihood(context, continuation)[1]
 # answers are close to chance. *That* is worth knowing about a benchmark before it compares two
 # models: if both are at chance, the better one cannot win.
 #
+# ## 7. Equal what?
+#
+# "Better" also needs to say what both models were given. `python tutorials/experiments.py
+# objective equal_time` trains them for as many *steps*, and for as much *time*: whoever takes
+# longer for a step makes fewer. That takes hours, so we read the results, of three seeds each.
+#
+# **Before you run it:** a step of `H4 exact` costs more than twice a standard model's. It is ahead
+# after as many steps. Is it ahead after the same time?
+
+# %%
+folder, found = course.ROOT / "tutorials" / "results", {}
+for name in ("objective", "equal_time"):
+    found[name] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))
+for label, at_equal_steps in {"standard": "standard", "H4 exact": "λ 0", "H4": "λ ∞"}.items():
+    steps, time = (
+        claims.values(found[name], which, "perplexity")
+        for name, which in (("objective", at_equal_steps), ("equal_time", label))
+    )
+    print(f"{label:9} perplexity at equal steps {np.mean(steps):.0f}, at equal time "
+          f"{np.mean(time):.0f}, seeds {min(time):.0f} to {max(time):.0f}")  # fmt: skip
+    if label == "standard":
+        rival = steps, time
+    if label == "H4 exact":
+        assert max(steps) < min(rival[0]) and min(time) > max(rival[1])
+course.show(claims.EXPERIMENTS["equal_time"].draw(plt, found["equal_time"]), "09-time")
+
+# %% [markdown]
+# Left: perplexity by time, a line for a model of the first seed. Right: what a step costs, against
+# the standard model's. The answer is no: equal steps and equal time give opposite orders, and both
+# are true. The wider the model, the less the steps differ, since the blocks grow with $D^2$ and the
+# cascade with $D$. A comparison at one size decides nothing about another.
+#
 # ## What we saw
 #
 # A language model is as good as its loss on text it has not seen, in bits per byte, because
@@ -416,7 +450,8 @@ assert greedy == loglikelihood(context, continuation)[1]
 # from tokens, and a comparison on the same text is far sharper than one on different texts. An
 # accuracy needs the stupid answer beside it, and a look at what the task asks of *this* model: here
 # it guesses the last word from the last few words. In multiple choice the rule that makes scores
-# comparable can decide between chance and skill.
+# comparable can decide between chance and skill. And two models are compared at equal steps, time,
+# text or parameters: the order may depend on which.
 #
 # ## Exercises
 #
