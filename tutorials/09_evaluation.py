@@ -438,10 +438,10 @@ for label, at_equal_steps in {"standard": "standard", "H4 exact": "λ 0", "H4": 
 course.show(claims.EXPERIMENTS["equal_time"].draw(plt, found["equal_time"]), "09-time")
 
 # %% [markdown]
-# Left: perplexity by time, a line for a model of the first seed. Right: what a step costs, against
-# the standard model's. The answer is no: equal steps and equal time give opposite orders, and both
-# are true. The wider the model, the less the steps differ, since the blocks grow with $D^2$ and the
-# cascade with $D$. A comparison at one size decides nothing about another.
+# Left: perplexity by time, on a sample of the text; right: the time of a step, against that of the
+# standard model. The answer is no: equal steps and equal time give opposite orders, and both are
+# true. The wider the model, the less the steps differ, since the work of the blocks grows with
+# $D^2$ and that of the cascade with $D$. A comparison at one size decides nothing about another.
 #
 # ## What we saw
 #

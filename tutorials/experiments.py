@@ -174,17 +174,15 @@ def final(folder, _):
 
 @torch.no_grad()
 def heads(folder, args):
-    """The same, perplexity at tau = 1, and the mean entropy of each function's prediction, bits."""
+    """What `final` gives, and the mean entropy (bits) of each function's prediction."""
     model, corpus, _ = loaded(folder, args.device)
-    how = course.token_sizes(corpus.tokenizer), contextlib.nullcontext, args.eval_tokens
-    raw = evaluation.evaluate(model, corpus.held_out, *how, tau=1.0)
     T, entropy = model.config.max_position_embeddings, []
     for start in range(0, args.eval_tokens, T) if model.config.model == "mhf" else ():
         ids = torch.tensor(corpus.held_out[start : start + T].astype(int), device=model.device)
         log_p = model.bucket_log_probs(model(ids[None])[0])  # (T, H, B)
         entropy.append(-(log_p.exp() * log_p).sum(-1).mean(0) / math.log(2))  # (H,)
     entropy = torch.stack(entropy).mean(0).tolist() if entropy else []
-    return final(folder, args) | {"perplexity_at_1": raw["perplexity"], "entropy": entropy}
+    return final(folder, args) | {"entropy": entropy}
 
 
 MEASURES = {"quality": quality, "growth": growth, "words": words, "final": final, "heads": heads}
@@ -264,9 +262,13 @@ def measured(args, kind, label, flags, seed):
     """The entry of a run in the result: what is known of it, and what is measured once and kept."""
     torch.set_num_threads(1)
     folder = run_folder(args, flags, seed)
-    depends = {"quality": [args.passages, args.eval_tokens], "words": [args.known, *args.pairs]}
-    depends["growth"] = [args.growth_steps, args.growth_tokens, *args.languages]
-    depends |= {"final": [], "heads": [args.eval_tokens]}
+    depends = {
+        "quality": [args.passages, args.eval_tokens],
+        "growth": [args.growth_steps, args.growth_tokens, *args.languages],
+        "words": [args.known, *args.pairs],
+        "final": [],
+        "heads": [args.eval_tokens],
+    }
     source = [inspect.getsource(part) for part in (MEASURES[kind], bits, course, evaluation)]
     kept = folder / f"measured-{kind}-{digest([depends[kind], source])}.json"
     if not kept.is_file():
