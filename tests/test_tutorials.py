@@ -359,6 +359,12 @@ def test_the_entropy_of_heads(monkeypatch):
     assert found["entropy"] == pytest.approx([7, 0]) and found["tau"] == 3
 
 
+def test_slope():
+    """Of a line, exactly, whatever the order; none for a single x."""
+    assert course.slope([3, 1, 2], [-6, -2, -4]) == pytest.approx(-2)
+    assert math.isnan(course.slope([1, 1], [0, 5]))
+
+
 def test_equal_text(monkeypatch):
     """Where tokens are half as large, twice as many steps read as much text."""
     sizes = {"bpe:2048": 200, "bpe:4096": 100, "bpe:8192": 80, "bpe:16384": 50, "bpe:32768": 40}

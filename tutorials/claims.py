@@ -242,14 +242,17 @@ class OneId(Experiment):
 class Size(Experiment):
     """MultiHashFormers with the paper's two settings, H3 (about as many table rows as tokens) and
     H4 (twice as many), beside a standard model and a deeper one, to which layers were added until
-    it has at least the parameters of H4. All of this at two sizes and with two objectives."""
+    it has at least the parameters of H4. All of this at several widths and with two objectives."""
 
     claim = "Better than a standard and a deeper standard model, the more so the larger"
     paper = "at 100M, 1B and 3B parameters ahead of both, on the mean of ten tasks"
+    kind = "final"
+    steps = 2
+    sizes = 2  # of those of the scale; wider ones take hours more
 
     def variants(self, scale):
         found = {}
-        for name, size in list(scale.sizes().items())[:2]:
+        for name, size in list(scale.sizes().items())[: self.sizes]:
             k = scale.deeper(size)
             for label, flags in (
                 ("standard", STANDARD),
@@ -262,40 +265,53 @@ class Size(Experiment):
                 found[f"{name}: {label}"] = flags | size
         return found
 
+    def pairs(self, result, deep, label):
+        """{size: bits a byte of the (deeper) standard model and of this one, by seed}."""
+        found = {}
+        for name in labels(result):
+            size, model = name.split(": ")
+            if model.startswith("standard") and deep == ("+" in model):
+                both = name, f"{size}: {label}"
+                found[size] = [values(result, k, "bits_per_byte") for k in both]
+        return found
+
     def judge(self, result):
-        names = labels(result)
-        sizes = list(dict.fromkeys(n.split(": ")[0] for n in names))
         for objective, whose in (("", "the paper's objective"), (" exact", "ours, exact")):
             for deep, rival in ((False, "a standard model"), (True, "a deeper one")):
-                ahead, gains, texts = [], [], []
-                for size in sizes:
-                    other = next(
-                        n for n in names if n.startswith(f"{size}: standard") and deep == ("+" in n)
-                    )
-                    base = values(result, other, "bits_per_byte")
-                    found = {
-                        H: values(result, f"{size}: {H}{objective}", "bits_per_byte")
-                        for H in ("H3", "H4")
-                    }
-                    ahead.append(compare(base, found["H4"]))
-                    gains.append([-c for c in changes(base, found["H4"])])
-                    text = ", ".join(
-                        f"{H} {say_change(changes(base, v))}" for H, v in found.items()
-                    )
-                    texts.append(f"{text} at {size}")
-                yield verdict(ahead), f"bits a byte against {rival}, {whose}: {'; '.join(texts)}"
-            grows = verdict([compare(b, a) for a, b in zip(gains, gains[1:])])
-            yield grows, f"the gain of H4 over a deeper model grows with size, {whose}"
+                h3, h4 = (self.pairs(result, deep, f"{H}{objective}") for H in ("H3", "H4"))
+                ahead = verdict([compare(*both) for both in h4.values()])
+                h3, h4 = ({s: changes(*both) for s, both in found.items()} for found in (h3, h4))
+                texts = [f"H3 {say_change(h3[s])}, H4 {say_change(h4[s])} at {s}" for s in h3]
+                yield ahead, f"bits a byte of H4 below {rival}'s, {whose}: {'; '.join(texts)}"
+                x = [math.log10(n) for s in h4 for n in self.parameters(result, s)]
+                y = [100 * c for change in h4.values() for c in change]
+                found, (low, high) = course.slope(x, y), course.interval(course.slope, x, y)
+                yield (
+                    True if high < 0 else False if low > 0 else None,
+                    f"H4's difference to {rival}, {whose}, by ten times the parameters: "
+                    f"{found:+.1f} points (95 % interval {low:+.1f} to {high:+.1f})",
+                )
+
+    def parameters(self, result, size):
+        return values(result, f"{size}: standard", "parameters")
 
     def draw(self, plt, result):
-        names = labels(result)
-        sizes = list(dict.fromkeys(n.split(": ")[0] for n in names))
-        figure, axes = plt.subplots(1, len(sizes), figsize=(9.5, 3.8))
-        for axis, size in zip(axes, sizes):
-            mine = [n for n in names if n.startswith(size + ":")]
-            dots(axis, result, "bits_per_byte", "held-out bits a byte", mine)
-            axis.set_xticks(range(len(mine)), [n.split(": ")[1] for n in mine], rotation=45)
-            axis.set_xlabel(size)
+        figure, axes = plt.subplots(1, 2, figsize=(9.5, 3.8), sharey=True)
+        for axis, (deep, rival) in zip(axes, ((False, "standard model"), (True, "deeper one"))):
+            models = "H3", "H4", "H3 exact", "H4 exact"
+            for label, colour, marker in zip(models, course.COLOURS, "os^D"):
+                found = self.pairs(result, deep, label)
+                x = [mean(self.parameters(result, size)) / 1e6 for size in found]
+                y = [[100 * c for c in changes(*both)] for both in found.values()]
+                axis.plot(x, [*map(mean, y)], color=colour, marker=marker, label=label)
+                axis.fill_between(x, [*map(min, y)], [*map(max, y)], color=colour, alpha=0.2)
+            axis.axhline(0, color=course.BLACK, linewidth=0.8)
+            axis.set(xscale="log", xlabel="million parameters of the standard model")
+            axis.xaxis.set_major_formatter("{x:g}")
+            axis.xaxis.set_minor_formatter("{x:g}")
+            axis.set_ylabel(f"bits a byte against a {rival} (%)")
+            axis.yaxis.set_tick_params(labelleft=True)
+        axes[0].legend()
         return figure
 
 

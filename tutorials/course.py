@@ -353,6 +353,12 @@ def flops(config):
     return {name: 6 * products for name, products in parts.items()}
 
 
+def slope(x, y):
+    """Of the line that fits y by x with least squares; NaN if all x are equal."""
+    x, y = np.asarray(x) - np.mean(x), np.asarray(y)
+    return float(x @ y / (x @ x)) if x.any() else math.nan
+
+
 def ranks(values):
     """Ranks from 0; equal values share the mean of theirs."""
     _, group, size = np.unique(values, return_inverse=True, return_counts=True)
