@@ -8,8 +8,8 @@ verdicts follow from a result by code:
   here: a verdict is a hint with figures beside it, not a proof.
 * no change: in every seed, the change from one measure to another of the same run is within a
   margin that is named.
-* everything else is open, and so is every verdict from fewer than three seeds;
-* times and memory are measured once, so that only a quarter more or less counts.
+* times are measured once, so that only a quarter more or less counts.
+* everything else is open, and so is every verdict from fewer than three seeds.
 
 The docstring of an experiment is its paragraph in results/README.md.
 """
@@ -779,6 +779,13 @@ class Vocabulary(Experiment):
         ]
         return {f"B {f['num_buckets']}" + " exact" * (f["objective"] == "exact"): f for f in flags}
 
+    def name(self, line):
+        """What the picture calls a model: "B 2048 exact" has 8,192 rows."""
+        if line == "standard":
+            return line
+        objective = "exact" if "exact" in line else "paper's objective"
+        return f"{4 * int(line.split()[1]):,} rows, {objective}"
+
     def lines(self, result, name):
         """{model: {V: what its seeds gave}}."""
         found = {}
@@ -843,13 +850,7 @@ class Vocabulary(Experiment):
         size, bits = (self.lines(result, k) for k in ("parameters", "bits_per_byte"))
         for line, colour, marker in zip(bits, course.COLOURS, "os^Dv"):
             x, y = [mean(v) / 1e6 for v in size[line].values()], [*bits[line].values()]
-            name = (
-                line
-                if line == "standard"
-                else f"{4 * int(line.split()[1]):,} rows, "
-                + ("exact" if "exact" in line else "paper's objective")
-            )
-            style = dict(color=colour, marker=marker, markersize=5, label=name)
+            style = dict(color=colour, marker=marker, markersize=5, label=self.name(line))
             left.plot(x, [*map(mean, y)], **style)
             middle.plot([*bits[line]], [*map(mean, y)], **style)
             middle.fill_between(
