@@ -397,8 +397,8 @@ for kind in KINDS:
 # So far the vocabulary grew after training. What if there are more tokens from the start?
 # `python tutorials/experiments.py vocabulary` trains both models with five tokenizers, three seeds
 # each, on as much text. That takes hours, so we read its result. The standard model's table has a
-# row for each token. A MultiHashFormer keeps one table, here of 4,096 rows (`B 1024`) or of 8,192
-# (`B 2048`), and is trained with the paper's objective or with `exact`.
+# row for each token. A MultiHashFormer keeps one table, here of 4,096 or 8,192 rows, and is trained
+# with the paper's objective or with `exact`.
 #
 # **Before you run it:** up to which vocabulary is a MultiHashFormer ahead?
 
@@ -409,18 +409,20 @@ course.show(claims.EXPERIMENTS["vocabulary"].draw(plt, result), "07-vocabulary")
 bits, table = (
     claims.EXPERIMENTS["vocabulary"].lines(result, name) for name in ("bits_per_byte", "table")
 )
-assert [table[k][8192][0] // 128 for k in ("B 1024", "B 2048")] == [4096, 8192]  # rows
-behind = {V: np.mean(y) / np.mean(bits["standard"][V]) - 1 for V, y in bits["B 2048 exact"].items()}
-print("B 2048 exact, bits a byte:", ", ".join(f"{x:+.1%} at {V:,}" for V, x in behind.items()))
+large, small = "8,192 rows, exact", "4,096 rows, exact"
+assert [table[k][32768][0] // 128 for k in (large, small)] == [8192, 4096]
+behind = {V: np.mean(y) / np.mean(bits["standard"][V]) - 1 for V, y in bits[large].items()}
+print(f"{large}, bits a byte:", ", ".join(f"{x:+.1%} at {V:,}" for V, x in behind.items()))
 for line, costs in result["costs"].items():
     most = costs["1000000"]
-    print(f"{line:13} a million tokens: {most['step']:5.1f} s a step, {most['memory']:6,.0f} MB, "
+    print(f"{line:29} a million tokens: {most['step']:5.1f} s a step, {most['memory']:6,.0f} MB, "
           f"{most['parameters'] / 1e6:5.1f} million parameters")  # fmt: skip
 assert all((x < 0) == (V <= 8192) for V, x in behind.items()) and 0.02 < behind[32768] < 0.04
 level = [np.mean(bits[k][V]) / np.mean(bits["standard"][V]) - 1
-         for k, V in (("B 1024 exact", 4096), ("B 2048 exact", 8192))]  # fmt: skip
+         for k, V in ((small, 4096), (large, 8192))]  # fmt: skip
 assert max(map(abs, level)) < 0.01 and behind[4096] < -0.02
-assert min(np.mean(y) - np.mean(bits["standard"][V]) for V, y in bits["B 2048"].items()) > 0
+paper = bits["8,192 rows, paper's objective"]
+assert min(np.mean(y) - np.mean(bits["standard"][V]) for V, y in paper.items()) > 0
 
 # %% [markdown]
 # With `exact` it is ahead while its table has twice as many rows as there are tokens, and about

@@ -772,19 +772,12 @@ class Vocabulary(Experiment):
 
     def tables(self, scale):
         """{name: flags} of the MHFs, whatever the vocabulary."""
-        flags = [
-            scale.mhf(4, share, objective)
-            for share in (1 / 4, 1 / 2)
-            for objective in ("independent", "exact")
-        ]
-        return {f"B {f['num_buckets']}" + " exact" * (f["objective"] == "exact"): f for f in flags}
-
-    def name(self, line):
-        """What the picture calls a model: "B 2048 exact" has 8,192 rows."""
-        if line == "standard":
-            return line
-        objective = "exact" if "exact" in line else "paper's objective"
-        return f"{4 * int(line.split()[1]):,} rows, {objective}"
+        found = {}
+        for share in (1 / 4, 1 / 2):
+            for objective, name in (("independent", "paper's objective"), ("exact", "exact")):
+                flags = scale.mhf(4, share, objective)
+                found[f"{4 * flags['num_buckets']:,} rows, {name}"] = flags
+        return found
 
     def lines(self, result, name):
         """{model: {V: what its seeds gave}}."""
@@ -799,27 +792,25 @@ class Vocabulary(Experiment):
             self.lines(result, k) for k in ("parameters", "table", "bits_per_byte")
         )
         first, *_, last = bits["standard"]
-        rows = {k: (mean(v[first]) / 1e6, mean(v[last]) / 1e6) for k, v in table.items()}
-        fixed = {k: a == b for k, (a, b) in rows.items()}
-        text = ", ".join(f"{k} {a:.2f} → {b:.2f}" for k, (a, b) in rows.items() if "exact" not in k)
+        rows = {k.split(", ")[0]: (mean(v[first]), mean(v[last])) for k, v in table.items()}
+        text = ", ".join(f"{k} {a / 1e6:.2f} → {b / 1e6:.2f}" for k, (a, b) in rows.items())
         yield (
-            all(same == (k != "standard") for k, same in fixed.items()),
+            all((a == b) == (k != "standard") for k, (a, b) in rows.items()),
             f"million parameters of the table, from {first:,} to {last:,} tokens: {text}",
         )
         base = bits.pop("standard")
         for line, found in bits.items():
-            whose = "" if "exact" in line else " (the paper's objective)"
             change = {V: changes(base[V], found[V]) for V in base}
             text = ", ".join(f"{say_change(c)} at {V:,}" for V, c in change.items())
             signs = {V: compare(base[V], found[V]) for V in base}
             below = ", ".join(f"{V:,}" for V, sign in signs.items() if sign == 1)
             yield (
                 verdict(signs.values()),
-                f"{line}{whose}, {4 * int(line.split()[1]):,} rows, bits a byte below a standard "
-                f"model's at every V: {text}; below it in every seed at {below or 'none'}",
+                f"{line}: bits a byte below a standard model's at every V: {text}; below it in "
+                f"every seed at {below or 'none'}",
             )
             gains = compare(change[first], change[last])
-            yield verdict([gains]), f"{line}{whose}: the larger V, the better beside that model"
+            yield verdict([gains]), f"{line}: the larger V, the better beside that model"
             best = min(found, key=lambda V: mean(found[V]))
             small = [V for V in base if mean(size["standard"][V]) <= mean(size[line][best])]
             rival = min(small or [first], key=lambda V: mean(base[V]))
@@ -829,7 +820,7 @@ class Vocabulary(Experiment):
             ]
             yield (
                 verdict([compare(base[rival], found[best])]),
-                f"{line}{whose}, its best bits a byte below the best standard model that is not "
+                f"{line}: its best bits a byte below the best standard model that is not "
                 f"larger: {' beside '.join(texts)}",
             )
         costs = {line: list(found.items())[-1] for line, found in result["costs"].items()}
@@ -838,7 +829,7 @@ class Vocabulary(Experiment):
             ratio = {k: ours[k] / base[k] for k in ("step", "token", "memory")}
             yield (
                 less(ratio["step"]),
-                f"{line}, {int(V):,} tokens: a step takes {ratio['step']:.2g} of the standard "
+                f"{line}; {int(V):,} tokens: a step takes {ratio['step']:.2g} of the standard "
                 f"model's time, a generated token {ratio['token']:.2f}, memory "
                 f"{ratio['memory']:.2f}; {ours['parameters'] / 1e6:.1f} million parameters against "
                 f"{base['parameters'] / 1e6:.1f}; signatures take {ours['table_seconds']:.1f} s",
@@ -850,7 +841,7 @@ class Vocabulary(Experiment):
         size, bits = (self.lines(result, k) for k in ("parameters", "bits_per_byte"))
         for line, colour, marker in zip(bits, course.COLOURS, "os^Dv"):
             x, y = [mean(v) / 1e6 for v in size[line].values()], [*bits[line].values()]
-            style = dict(color=colour, marker=marker, markersize=5, label=self.name(line))
+            style = dict(color=colour, marker=marker, markersize=5, label=line)
             left.plot(x, [*map(mean, y)], **style)
             middle.plot([*bits[line]], [*map(mean, y)], **style)
             middle.fill_between(
