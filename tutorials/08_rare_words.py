@@ -138,12 +138,10 @@ for layer in LAYERS:
 
 
 # %%
-def read_pairs(name):
-    pairs = [(a.lower(), b.lower(), score) for a, b, score in course.similarities(name)]
-    return [(a, b, score) for a, b, score in pairs if a != b]
-
-
-SETS = {"WordSim-353": read_pairs("wordsim353"), "SimLex-999": read_pairs("simlex999")}
+SETS = {
+    "WordSim-353": course.similarities("wordsim353"),
+    "SimLex-999": course.similarities("simlex999"),
+}
 
 
 def rarer(pair):

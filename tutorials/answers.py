@@ -268,10 +268,10 @@ def answer_04_3():
 
     corpus, found = course.corpus("bpe:1024"), {}
     for name in ("with mixers", "without"):
-        model = course.small(corpus.tokenizer)
+        model = course.small(corpus.tokenizer, objective="joint")
         if name == "without":
             model.hash_head.cascade_mixer = nn.ModuleList(Nothing() for _ in range(3))
-        list(course.fit(model, corpus.training, 60, learning_rate=3e-3, objective="joint"))
+        list(course.fit(model, corpus.training, 60, learning_rate=3e-3))
         found[name] = course.quality(model, corpus)["perplexity"]
     assert abs(math.log(found["with mixers"] / found["without"])) < 0.1
     return found
@@ -325,8 +325,9 @@ def answer_05_3():
     here, too, bucket mates keep τ below H.
     """
     corpus = course.corpus("bpe:1024")
-    model = course.small(corpus.tokenizer, num_hashes=2, num_buckets=1024)
-    list(course.fit(model, corpus.training, 80, learning_rate=3e-3, objective="independent"))
+    shape = dict(num_hashes=2, num_buckets=1024)
+    model = course.small(corpus.tokenizer, objective="independent", **shape)
+    list(course.fit(model, corpus.training, 80, learning_rate=3e-3))
     measured = course.quality(model, corpus)
     assert 1.4 < measured["tau"] < 2
     return {"tau": measured["tau"], "perplexity": measured["perplexity"]}

@@ -6,10 +6,10 @@ verdicts follow from a result by code:
 * better or worse: every seed of one variant is beyond every seed of the other. Three seeds against
   three differ like this by chance in one comparison of ten, and there are dozens of comparisons
   here: a verdict is a hint with figures beside it, not a proof.
-* no change: in every seed, the change from one measure to another of the same run is within a
-  margin that is named.
-* times are measured once, so that only a quarter more or less counts.
-* everything else is open, and so is every verdict from fewer than three seeds.
+* no loss: in every seed, the change from one variant or stage to another is below a named margin.
+* times are measured once: only below 0.8 or above 1.25 of the other counts.
+* rare words and slopes: by 95 % intervals. Counts of parameters and operations: exactly.
+* whatever overlaps is open, and so is every verdict from fewer than three seeds.
 
 The docstring of an experiment is its paragraph in results/README.md.
 """
@@ -44,7 +44,7 @@ class Scale:
         return self.mhf(4, 1 / 2, **more)
 
     def sizes(self):
-        """{name: flags} of the backbones that `size` compares."""
+        """{name: flags} of backbones."""
         if self.preset != "tiny":
             return {"100m": {"preset": "100m"}, "1b": {"preset": "1b"}}
         heads = {64: 1, 128: 2, 256: 4, 384: 6}
@@ -59,15 +59,22 @@ class Scale:
         """The name among `sizes` that the preset itself has."""
         return "D 128" if self.preset == "tiny" else self.preset
 
-    def config(self, **flags):
-        """The mhf.Config of such flags of train.py."""
-        flags = {"name": flags.pop("preset", self.preset), "vocab_size": self.V} | flags
-        flags.pop("tokenizer", None)
-        return mhf.Config.preset(**flags)
+    def models(self, **size):
+        """{name: flags} of the standard model, a deeper one, and ours; size: flags of all."""
+        k = self.deeper(**size)
+        found = {
+            "standard": STANDARD,
+            f"standard+{k}L": STANDARD | {"extra_layers": k},
+            "H3": self.h3(),
+            "H4": self.h4(),
+            "H3 exact": self.h3(objective="exact"),
+            "H4 exact": self.h4(objective="exact"),
+        }
+        return {name: flags | size for name, flags in found.items()}
 
-    def deeper(self, size):
+    def deeper(self, preset=None, **size):
         """How many more layers give a standard model the parameters of H4, or just more."""
-        config = self.config(**size)
+        config = mhf.Config.preset(preset or self.preset, vocab_size=self.V, **size)
         with torch.device("meta"):
             parts = mhf.GatedEmbedding(config), mhf.CascadeDecoder(config), mhf.Block(config)
         gate, decoder, block = (sum(p.numel() for p in part.parameters()) for part in parts)
@@ -104,8 +111,8 @@ def changes(before, after):
 
 
 def within(ratios, margin):
-    """Whether no change is above the margin: True, False (all are above it) or None."""
-    return True if max(ratios) <= margin else False if min(ratios) > margin else None
+    """1 if all changes are below the margin, −1 if all are above, else 0."""
+    return compare([margin], ratios)
 
 
 def less(ratio):
@@ -126,10 +133,9 @@ def say_change(ratios):
     return f"{middle:+.1f} % ({low:+.1f} to {high:+.1f})"
 
 
-def dots(axis, result, name, ylabel, names=None):
+def dots(axis, result, name, ylabel):
     """A dot for each seed of a variant, and a line at their mean."""
-    names = names or labels(result)
-    for i, label in enumerate(names):
+    for i, label in enumerate(names := labels(result)):
         y = values(result, label, name)
         axis.plot([i] * len(y), y, "o", color=course.BLUE, alpha=0.6)
         axis.hlines(mean(y), i - 0.3, i + 0.3, color=course.BLACK)
@@ -149,7 +155,7 @@ def plain(axis):
     axis.set_minor_formatter("{x:g}")
 
 
-def perplexities(axis, label="held-out perplexity, calibrated"):
+def perplexities(axis, label):
     axis.set(yscale="log", ylabel=label)
     plain(axis.yaxis)
 
@@ -223,7 +229,7 @@ class OneId(Experiment):
         )
         change = changes(many, few)
         yield (
-            within(change, 0.02),
+            verdict([within(change, 0.02)]),
             f"four ids with a quarter of the buckets (V/2 → V/8), bits of a last word, margin 2 %: "
             f"{say_change(change)}",
         )
@@ -261,16 +267,7 @@ class Size(Experiment):
     def variants(self, scale):
         found = {}
         for name, size in list(scale.sizes().items())[: self.sizes]:
-            k = scale.deeper(size)
-            for label, flags in (
-                ("standard", STANDARD),
-                (f"standard+{k}L", STANDARD | {"extra_layers": k}),
-                ("H3", scale.h3()),
-                ("H4", scale.h4()),
-                ("H3 exact", scale.h3(objective="exact")),
-                ("H4 exact", scale.h4(objective="exact")),
-            ):
-                found[f"{name}: {label}"] = flags | size
+            found |= {f"{name}: {k}": flags for k, flags in scale.models(**size).items()}
         return found
 
     def pairs(self, result, deep, label):
@@ -295,7 +292,7 @@ class Size(Experiment):
                 y = [100 * c for change in h4.values() for c in change]
                 found, (low, high) = course.slope(x, y), course.interval(course.slope, x, y)
                 yield (
-                    True if high < 0 else False if low > 0 else None,
+                    verdict([compare([0], [low, high])]),
                     f"H4's difference to {rival}, {whose}, by ten times the parameters: "
                     f"{found:+.1f} points (95 % interval {low:+.1f} to {high:+.1f})",
                 )
@@ -337,10 +334,9 @@ class Lsh(Experiment):
         for name, what in panels:
             found = [values(result, label, name) for label in labels(result)]
             gains = [[-c for c in changes(found[0], v)] for v in found[1:]]
-            held = [within(g, 0.01) for g in gains]
             text = ", ".join(map(say, found))
             yield (
-                False if False in held else None if None in held else True,
+                verdict([within(gain, 0.01) for gain in gains]),
                 f"no gain above 1 % in {what} with 0 … 4: {text}",
             )
 
@@ -488,7 +484,8 @@ class Growth(Experiment):
     ours = "H4", "H4 exact"
 
     def variants(self, scale):
-        return {"standard": STANDARD, "H4": scale.h4(), "H4 exact": scale.h4(objective="exact")}
+        models = scale.models()
+        return {k: models[k] for k in ("standard", *self.ours)}
 
     def judge(self, result):
         added = {k: values(result, k, "added_parameters")[0] for k in labels(result)}
@@ -505,7 +502,7 @@ class Growth(Experiment):
             }
             for k in self.ours:
                 yield (
-                    within(change[k], 0.01),
+                    verdict([within(change[k], 0.01)]),
                     f"English {what}, bits a byte, margin 1 %: {k} {say_change(change[k])}; "
                     f"standard {say_change(change['standard'])}",
                 )
@@ -517,11 +514,10 @@ class Growth(Experiment):
                 f"new languages below the standard model's {say(rival)} bits a byte after training "
                 f"on: {k} {say(before)} → {say(after)}",
             )
-        plain = values(result, "H4 exact", "new_unexpanded")
-        grown = values(result, "H4 exact", "new_after")
+        without, grown = (values(result, "H4 exact", f"new_{k}") for k in ("unexpanded", "after"))
         yield (
-            verdict([compare(plain, grown)]),
-            f"worth it: the same training without new tokens, H4 exact: {say(plain)}, with: "
+            verdict([compare(without, grown)]),
+            f"worth it: the same training without new tokens, H4 exact: {say(without)}, with: "
             f"{say(grown)}",
         )
 
@@ -552,12 +548,8 @@ class RareWords(Experiment):
     kind = "words"
 
     def variants(self, scale):
-        return {
-            "standard": STANDARD,
-            "H3": scale.h3(),
-            "H4": scale.h4(),
-            "H4 exact": scale.h4(objective="exact"),
-        }
+        models = scale.models()
+        return {k: models[k] for k in ("standard", "H3", "H4", "H4 exact")}
 
     def found(self, result, name, label, layer):
         """Spearman of each seed, and the lowest and highest end of their intervals."""
@@ -574,18 +566,19 @@ class RareWords(Experiment):
                 for k, (v, low, high) in rows.items()
             ]
             ours, rival = rows["H4"], rows["standard"]
-            above = True if ours[1] > rival[2] else False if rival[1] > ours[2] else None
             noise = all(low <= 0 for _, low, _ in rows.values())
             pairs = result["runs"][0]["words"][name]["pairs"]
             yield (
-                above,
+                verdict([compare(ours[1:], rival[1:])]),
                 f"{name}, {pairs} pairs of known words, Spearman at the penultimate layer (95 % "
                 f"interval): {'; '.join(texts)}"
                 + ("; every interval reaches 0: not testable at this size" if noise else ""),
             )
             last, *ends = self.found(result, name, "H4", "last")
-            best = True if ours[1] > ends[1] else False if ends[0] > ours[2] else None
-            yield best, f"{name}: penultimate above last layer, H4: last {mean(last):+.2f}"
+            yield (
+                verdict([compare(ours[1:], ends)]),
+                f"{name}: penultimate above last layer, H4: last {mean(last):+.2f}",
+            )
 
     def draw(self, plt, result):
         layers, names = ("input", "penultimate", "last"), list(result["runs"][0]["words"])
@@ -619,16 +612,10 @@ class EqualTime(Experiment):
     kind = "final"
     equal_time = True
 
-    def variants(self, scale, size=None):
-        k = scale.deeper(size or {})
-        found = {
-            "standard": STANDARD,
-            f"standard+{k}L": STANDARD | {"extra_layers": k},
-            "H4": scale.h4(),
-            "H3 exact": scale.h3(objective="exact"),
-            "H4 exact": scale.h4(objective="exact"),
-        }
-        return {label: flags | (size or {}) for label, flags in found.items()}
+    def variants(self, scale, **size):
+        found = scale.models(**size)
+        del found["H3"]
+        return found
 
     def judge(self, result):
         names = labels(result)
@@ -852,8 +839,9 @@ class Vocabulary(Experiment):
             band(middle, [*bits[line]], y, **style)
             costs = result["costs"][line]
             right.plot([int(V) for V in costs], [c["step"] for c in costs.values()], **style)
-            for V, *at in zip(bits[line], x, map(mean, y)) if line == "standard" else ():
-                left.annotate(f"V {V:,}", at, (-4, 6), textcoords="offset points", fontsize=8)
+            if line == "standard":
+                for V, *at in zip(bits[line], x, map(mean, y)):
+                    left.annotate(f"V {V:,}", at, (-4, 6), textcoords="offset points", fontsize=8)
         left.set(xscale="log", xlabel="million parameters", ylabel="held-out bits a byte")
         plain(left.xaxis)
         middle.set(xscale="log", xlabel="vocabulary V", ylabel="held-out bits a byte")

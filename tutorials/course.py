@@ -130,12 +130,18 @@ def read_similarities(text, name="the text"):
 
 
 def similarities(name):
-    """Human judgements of similarity: wordsim353, simlex999, or the path of a file like them."""
-    if name not in SIMILARITIES:
-        return read_similarities(Path(name).read_text(encoding="utf-8-sig"), name)
-    with tarfile.open(fetched(GENSIM, fetch_source)) as archive:
-        file = archive.extractfile(f"gensim-4.4.0/gensim/test/test_data/{SIMILARITIES[name]}")
-        return read_similarities(file.read().decode("utf-8"), name)
+    """Human judgements of similarity: wordsim353, simlex999, or the path of a file like them.
+
+    Words in small letters; pairs of a word with itself left out.
+    """
+    if name in SIMILARITIES:
+        with tarfile.open(fetched(GENSIM, fetch_source)) as archive:
+            file = archive.extractfile(f"gensim-4.4.0/gensim/test/test_data/{SIMILARITIES[name]}")
+            text = file.read().decode("utf-8")
+    else:
+        text = Path(name).read_text(encoding="utf-8-sig")
+    pairs = [(a.lower(), b.lower(), score) for a, b, score in read_similarities(text, name)]
+    return [(a, b, score) for a, b, score in pairs if a != b]
 
 
 # ---------------------------------------------------------------------------------------------
@@ -191,7 +197,7 @@ def extended(tokenizer, text, size):
     return Tokenizer(name, encoding._pat_str, ranks, encoding._special_tokens)
 
 
-def fit(model, ids, steps, seed=0, learning_rate=1e-3, rows=8, objective=None):
+def fit(model, ids, steps, seed=0, learning_rate=1e-3, rows=8):
     """Train for a few steps, as train.py does: AdamW, warm-up, cosine, clipping; float32.
 
     ids: token ids of a text, or a list of several texts' that share the rows of a step equally;
@@ -210,7 +216,7 @@ def fit(model, ids, steps, seed=0, learning_rate=1e-3, rows=8, objective=None):
         optimizer.zero_grad()
         total = 0.0
         for some_x, some_y in zip(x.split(8), y.split(8)):
-            loss = model.loss(some_x, some_y, objective) * len(some_x) / len(x)
+            loss = model.loss(some_x, some_y) * len(some_x) / len(x)
             loss.backward()
             total += loss.item()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.grad_clip)
@@ -245,18 +251,12 @@ def predictions(model, ids, windows=None):
         yield model.token_scores(model(row[None, :-1])[0]), row[1:]
 
 
-def nats(model, ids, tau=None, windows=None):
-    """(Σ −log P of the tokens of a text in nats, their number); τ None: as the model has it."""
-    total, count, tau = 0.0, 0, tau or model.config.calibration
-    for scores, targets in predictions(model, ids, windows):
-        total += torch.nn.functional.cross_entropy(scores / tau, targets, reduction="sum").item()
-        count += len(targets)
-    return total, count
-
-
 def bits_per_byte(model, tokenizer, text):
     """Bits that the model needs for a byte of the text, calibrated as it is."""
-    total, _ = nats(model, np.array(tokenizer.encode(text)))
+    total = 0.0
+    for scores, targets in predictions(model, tokenizer.encode(text)):
+        scores = scores / model.config.calibration
+        total += torch.nn.functional.cross_entropy(scores, targets, reduction="sum").item()
     return total / math.log(2) / len(text.encode("utf-8"))
 
 
@@ -373,10 +373,10 @@ def spearman(x, y):
     return pearson(ranks(x), ranks(y))
 
 
-def interval(measure, x, y, draws=1000, seed=0):
-    """95% confidence interval of measure(x, y) by resampling the pairs (bootstrap)."""
-    rng, x, y = np.random.default_rng(seed), np.asarray(x), np.asarray(y)
-    chosen = rng.integers(0, len(x), (draws, len(x)))
+def interval(measure, x, y):
+    """95% confidence interval of measure(x, y) by resampling the pairs 1,000 times (bootstrap)."""
+    rng, x, y = np.random.default_rng(0), np.asarray(x), np.asarray(y)
+    chosen = rng.integers(0, len(x), (1000, len(x)))
     values = [measure(x[i], y[i]) for i in chosen]
     return [float(v) for v in np.nanpercentile(values, [2.5, 97.5])]
 

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from importlib.metadata import version
 from multiprocessing import get_context
@@ -101,12 +101,12 @@ def growth(folder, args):
     without expansion. Each text has its own tau at each stage, fitted on validation text of its
     kind: otherwise a text that the model has never seen would be measured by how wrong tau is.
     """
-    found, (new, *held_out) = {"languages": list(args.languages)}, translations(args.languages)
+    found, (new, *held_out) = {}, translations(args.languages)
     for stage, expand in (("after", True), ("unexpanded", False)):
         model, corpus, about = loaded(folder, args.device)
         tokenizer, parameters = corpus.tokenizer, model.num_parameters()["total"]
-        ids, half = corpus.held_out[: args.growth_tokens], args.growth_tokens // 2
-        english = [course.text_of(tokenizer, part) for part in (ids[:half], ids[half:])]
+        halves = np.array_split(ids := corpus.held_out[: args.growth_tokens], 2)
+        english = [course.text_of(tokenizer, half) for half in halves]
         if expand:
             found |= bits(model, tokenizer, held_out, english, "before")
             tokenizer, found["old_scores_kept"] = expanded(model, tokenizer, new, ids)
@@ -117,7 +117,7 @@ def growth(folder, args):
         for _ in course.fit(model, texts, args.growth_steps, about["seed"], 1e-3, rows):
             pass
         found |= bits(model, tokenizer, held_out, english, stage)
-    return found | {"growth_steps": args.growth_steps}
+    return found
 
 
 def bits(model, tokenizer, new, old, stage):
@@ -168,7 +168,7 @@ def words(folder, args):
 
 
 def final(folder, _):
-    """What train.py measured at the end, on all held-out text."""
+    """What train.py measured at the end."""
     return read_run(folder)["final"]
 
 
@@ -176,13 +176,13 @@ def final(folder, _):
 def heads(folder, args):
     """What `final` gives, and the mean entropy (bits) of each function's prediction."""
     model, corpus, _ = loaded(folder, args.device)
-    T, entropy = model.config.max_position_embeddings, []
-    for start in range(0, args.eval_tokens, T) if model.config.model == "mhf" else ():
-        ids = torch.tensor(corpus.held_out[start : start + T].astype(int), device=model.device)
-        log_p = model.bucket_log_probs(model(ids[None])[0])  # (T, H, B)
-        entropy.append(-(log_p.exp() * log_p).sum(-1).mean(0) / math.log(2))  # (H,)
-    entropy = torch.stack(entropy).mean(0).tolist() if entropy else []
-    return final(folder, args) | {"entropy": entropy}
+    if model.config.model == "standard":
+        return final(folder, args) | {"entropy": []}
+    ids, entropy = torch.tensor(corpus.held_out[: args.eval_tokens].astype(int)), []
+    for window in ids.to(model.device).split(model.config.max_position_embeddings):
+        log_p = model.bucket_log_probs(model(window[None])[0])  # (T, H, B)
+        entropy.append(-(log_p.exp() * log_p).sum(-1) / math.log(2))  # (T, H)
+    return final(folder, args) | {"entropy": torch.cat(entropy).mean(0).tolist()}
 
 
 MEASURES = {"quality": quality, "growth": growth, "words": words, "final": final, "heads": heads}
@@ -239,7 +239,7 @@ def train_run(args, flags, seed):
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed as it started
         own = flags | {"seed": seed, "out": folder.parent, "name": folder.name}
         chosen = command_line(common_flags(args) | own) + args.more
-    log = folder.with_suffix(".txt")
+    log = folder.parent / f"{folder.name}.txt"
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "a", encoding="utf-8") as file:
         command = [sys.executable, ROOT / "train.py", *chosen]
@@ -269,10 +269,9 @@ def measured(args, kind, label, flags, seed):
         "final": [],
         "heads": [args.eval_tokens],
     }
-    source = [inspect.getsource(part) for part in (MEASURES[kind], bits, course, evaluation)]
-    kept = folder / f"measured-{kind}-{digest([depends[kind], source])}.json"
-    if not kept.is_file():
-        write_text(kept, json.dumps(MEASURES[kind](folder, args)))
+    more = (expanded, translations) if kind == "growth" else ()
+    source = [inspect.getsource(p) for p in (MEASURES[kind], bits, *more, course, evaluation)]
+    path = folder / f"measured-{kind}-{digest([depends[kind], source])}.json"
     last, log = read_log(folder, "loss")[-1], read_log(folder, "perplexity")
     size = read_run(folder)["parameters"]
     about = {"label": label, "seed": seed, "flags": flags, "steps": int(last["step"])}
@@ -282,7 +281,7 @@ def measured(args, kind, label, flags, seed):
         "steps": [int(row["step"]) for row in log],
         "perplexity": [row["perplexity"] for row in log],
     }
-    return about | read_json(kept)
+    return about | kept(path, partial(MEASURES[kind], folder, args))
 
 
 def untrained(args, flags, corpus=None):
@@ -294,11 +293,9 @@ def untrained(args, flags, corpus=None):
     return train.Run(settings, mhf.Config.preset(settings.preset, **fields), corpus, None)
 
 
-def kept(args, name, job):
-    """What job() gives, made once and kept beside the runs that share these flags."""
-    path = store(args) / f"{name}.json"
+def kept(path, job):
+    """What job() gives, made once and kept in a JSON file."""
     if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(job()))
     return read_json(path)
 
@@ -311,14 +308,14 @@ def bare(run):
     run.model.loss_per_position = decoder
 
 
-def costs(args, variants):
-    """{label: cost, decoder, flops} of variants, by steps in turn; medians of several rounds.
+def costs(args, models):
+    """{label: cost, decoder, flops} of models, by steps in turn; medians of several rounds.
 
     cost: what a step takes, one of the standard model being 1; decoder: the share that a step
     without it saves; flops: operations of the matrix products, those of the standard model being 1.
     Rounded, so that it decides on steps in tens.
     """
-    runs = {label: untrained(args, flags) for label, flags in variants.items()}
+    runs = {label: untrained(args, flags) for label, flags in models.items()}
     jobs = {(label, job): [] for label in runs for job in (train.Run.advance, bare)}
     for number in range(args.rounds + 1):
         for (label, job), seconds in jobs.items():
@@ -342,10 +339,10 @@ def widths(args):
     """{size: costs} of the variants of equal_time at every size, each measured once."""
     experiment, scale = EXPERIMENTS["equal_time"], Scale(args.preset, args.vocab_size)
     jobs = {
-        name: partial(costs, args, experiment.variants(scale, size))
+        name: partial(costs, args, experiment.variants(scale, **size))
         for name, size in scale.sizes().items()
     }
-    return {name: kept(args, f"costs-{name}", job) for name, job in jobs.items()}
+    return {name: kept(store(args) / f"costs-{name}.json", job) for name, job in jobs.items()}
 
 
 def many_tokens(args, V):
@@ -363,7 +360,7 @@ def many_tokens(args, V):
 
 def cost_of_vocabulary(args, flags, V):
     """What V tokens cost a model, on random ids: parameters; seconds for the signatures, a step and
-    a generated token; megabytes at the peak beyond those of the program (not on Windows)."""
+    a generated token; megabytes at the peak beyond those of the program. Not on Windows."""
     import resource
 
     torch.set_num_threads(1)
@@ -399,7 +396,7 @@ def vocabulary_costs(args):
     for line, flags in {"standard": STANDARD, **experiment.tables(scale)}.items():
         for V in (*experiment.sizes(scale), 2**17, 10**6):
             job = partial(apart, cost_of_vocabulary, args, flags, V)
-            found.setdefault(line, {})[str(V)] = kept(args, f"costs-{line}-{V}", job)
+            found.setdefault(line, {})[str(V)] = kept(store(args) / f"costs-{line}-{V}.json", job)
     return found
 
 
@@ -434,7 +431,7 @@ def estimate(args, work):
         if not is_finished(folder := run_folder(args, flags, seed)):
             steps = 1.3 * flags.get("steps", args.steps)
             steps += 3 * args.growth_steps if kind == "growth" else 0
-            timed = kept(args, f"speed-{digest(flags)}", partial(speed, flags))
+            timed = kept(store(args) / f"speed-{digest(flags)}.json", partial(speed, flags))
             found[folder] = steps * timed["step"]
     return found
 
@@ -507,8 +504,12 @@ def check_results(args):
     for name in args.names:
         path = args.results / f"{name}.json"
         if path.is_file():
-            before = read_json(path)["settings"]
-            differing = [k for k, v in settings_of(args).items() if before.get(k) != v]
+            result, now = read_json(path), settings_of(args)
+            before = result["settings"]
+            names = [k for k in before | now if k != "precision"]
+            differing = [k for k in names if before.get(k) != now.get(k)]
+            if args.seeds < len({run["seed"] for run in result["runs"]}):
+                differing.append("number of seeds")
             if differing:
                 raise ValueError(
                     f"{path} holds a result with another {', '.join(differing)}: name another "
@@ -613,15 +614,12 @@ def parse(argv):
     args = parser.parse_args(argv[:cut])
     args.more = argv[cut + 1 :]
     args.given = argv[next((i for i, a in enumerate(argv) if a not in args.names), len(argv)) :]
-    if args.names == ["all"]:
-        args.names = list(EXPERIMENTS)
+    args.names = list(EXPERIMENTS if args.names == ["all"] else dict.fromkeys(args.names))
     if not (args.names or args.readme or args.draw):
         raise ValueError(f"name an experiment: {', '.join(EXPERIMENTS)}, or all")
     for name in args.names:
         if name not in EXPERIMENTS:
             raise ValueError(f"there is no experiment {name!r}; there are {', '.join(EXPERIMENTS)}")
-    if clash := sorted(train.parse(args.more).keys() & OURS):
-        raise ValueError(f"after --: --{', --'.join(clash)} is what the experiment itself sets")
     if args.vocab_size is None:
         args.vocab_size = 4096 if args.preset == "tiny" else 32768
     if args.jobs is None:
@@ -630,6 +628,10 @@ def parse(argv):
     for name in (*counts.split(), "vocab_size"):
         if getattr(args, name) < 1:
             raise ValueError(f"--{name} must be from 1, not {getattr(args, name)}")
+    scale = Scale(args.preset, args.vocab_size)
+    varied = [flags for name in args.names for flags in EXPERIMENTS[name].variants(scale).values()]
+    if clash := sorted(train.parse(args.more).keys() & OURS.union(*varied)):
+        raise ValueError(f"after --: --{', --'.join(clash)} is what the experiment itself sets")
     if args.names and args.preset != "tiny" and not args.data:
         raise ValueError(
             f"--preset {args.preset} needs more text than the 1.2 million tokens of Shakespeare: "
@@ -638,27 +640,17 @@ def parse(argv):
     return args
 
 
-def in_parallel(pool, work):
-    """Yields (item, result) of work {item: future} as they come; a failure ends the rest."""
-    try:
-        for item, future in work.items():
-            yield item, future.result()
-    except BaseException:
-        pool.shutdown(wait=True, cancel_futures=True)
-        raise
-
-
 def run(args):
     torch.set_num_threads(1)
-    check_results(args)
     args.device = str(mhf.choose_device(args.device))
-    work = [
+    check_results(args)
+    plan = [
         (name, EXPERIMENTS[name].kind, label, flags, seed)
         for name in args.names
         for label, flags in variants(args, name).items()
         for seed in range(1, args.seeds + 1)
     ]
-    work.sort(key=lambda item: item[-1])  # a first seed of everything, then the second
+    work = sorted(plan, key=lambda item: item[-1])  # a first seed of everything, then the second
     runs = {run_folder(args, *item[3:]): item[3:] for item in work}
     seconds = estimate(args, work)
     print(
@@ -667,25 +659,25 @@ def run(args):
         flush=True,
     )
     with ThreadPoolExecutor(args.jobs) as pool:
-        futures = {f: pool.submit(train_run, args, *item) for f, item in runs.items()}
-        for folder, _ in in_parallel(pool, futures):
-            seconds.pop(folder, 0)
-            left = sum(seconds.values()) / 60 / args.jobs
-            print(f"  trained: {folder.name}; about {left:.0f} minutes left", flush=True)
-    results = {name: [] for name in args.names}
+        futures = {pool.submit(train_run, args, *item): f for f, item in runs.items()}
+        try:
+            for future in as_completed(futures):
+                future.result()
+                seconds.pop(folder := futures[future], 0)
+                left = sum(seconds.values()) / 60 / args.jobs
+                print(f"  trained: {folder.name}; about {left:.0f} minutes left", flush=True)
+        except BaseException:  # the runs that have begun end; the others do not begin
+            pool.shutdown(cancel_futures=True)
+            raise
     once = {(run_folder(args, *item[3:]), item[1]): item for item in work}
     with get_context("spawn").Pool(args.jobs) as pool:
         waiting = [(k, pool.apply_async(measured, (args, *i[1:]))) for k, i in once.items()]
         for (folder, kind), entry in waiting:
             entry.get()
             print(f"  measured ({kind}): {folder.name}", flush=True)
-    order = {name: list(variants(args, name)) for name in args.names}
-    for name, *item in work:
-        results[name].append(measured(args, *item))
-    for name, entries in results.items():
-        entries.sort(key=lambda entry: order[name].index(entry["label"]))  # stable: seeds in order
+    for name in args.names:
         print(f"{name}: {EXPERIMENTS[name].claim}")
-        write_result(args, name, entries)
+        write_result(args, name, [measured(args, *item) for of, *item in plan if of == name])
 
 
 def main(argv=None):
